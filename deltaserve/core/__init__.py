@@ -1,0 +1,1 @@
+"""Words everyone shares. No torch; imports nothing of ours."""

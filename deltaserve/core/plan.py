@@ -1,0 +1,174 @@
+"""The contract between scheduler and runner: one frozen plan a step down, one output up.
+
+What a row means depends on its kind, never on its token count (a prompt of two tokens is still a prefill):
+
+| kind    | starts                                | reads              | writes                                         |
+| ------- | ------------------------------------- | ------------------ | ---------------------------------------------- |
+| PREFILL | on a boundary, ring empty             | state at `slot_in` | state at every cut; the tail goes to the ring  |
+| DECODE  | anywhere, `num_ring` tokens past      | state, ring        | one ring entry                                 |
+| VERIFY  | as DECODE, with drafts after it       | state, ring        | ring entries, of which the accepted ones count |
+
+A row whose ring is full (`num_ring` == BLOCK) is folded first: state of `slot_in` and the ring go to `slot_out`,
+and the row continues with an empty ring on `slot_out`. Slot EMPTY_SLOT is the snapshot of the empty prefix (all
+zeros, never written), so a cold request is a hit of length 0.
+
+`Plan.encode()` gives one flat int32 array for the other ranks; sampling parameters stay on rank 0, which samples.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from deltaserve.core.types import SamplingParams, TokenLogprob
+
+EMPTY_SLOT = 0
+DUMMY_PAGE = 0  # where padding reads and writes; never owned by a request
+
+
+class RowKind(enum.IntEnum):
+    PREFILL = 0
+    DECODE = 1
+    VERIFY = 2
+
+
+class Logits(enum.IntEnum):
+    """Which positions of a row need logits."""
+
+    NONE = 0  # a chunk in the middle of a prompt
+    LAST = 1  # the next token is sampled
+    ALL = 2  # prompt logprobs, or drafts to verify
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A boundary inside a prefill row whose state is kept: absolute `position` (a multiple of BLOCK), into `slot`."""
+
+    position: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request in one step: compute `token_ids` at absolute positions start, start + 1, ...
+
+    `row` is the request's place in the runner's per-request tables (rings, page table, sampler). The page table keeps
+    what earlier steps sent: `new_pages` go to entries page_offset, page_offset + 1, ...; a request that (re)starts
+    sends page_offset 0. `num_ring` is start minus the boundary of `slot_in`. `is_last` says that this row reaches the
+    end of the known tokens, so that its last logits give a new token.
+    """
+
+    request_id: int
+    row: int
+    kind: RowKind
+    start: int
+    token_ids: tuple[int, ...]
+    page_offset: int
+    new_pages: tuple[int, ...]
+    slot_in: int
+    slot_out: int
+    num_ring: int
+    cuts: tuple[Cut, ...]
+    logits: Logits
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What the sampler must know of a request that takes a row in this step: sent once, before its first Row.
+
+    `output_ids` is empty for a new request and holds the accepted output of one that was preempted.
+    """
+
+    request_id: int
+    row: int
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    params: SamplingParams
+    stop_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. `retired` rows were given back since the last plan; their table entries mean nothing any more.
+
+    Rows are ordered: DECODE and VERIFY first, then PREFILL. `admitted` may reuse a row that `retired` names.
+    """
+
+    step_id: int
+    rows: tuple[Row, ...]
+    admitted: tuple[Admission, ...] = ()
+    retired: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.token_ids) for row in self.rows)
+
+    def encode(self) -> npt.NDArray[np.int32]:
+        """[n] int32: step id and row count, then for each row nine numbers, three counts and their contents."""
+        flat: list[int] = [self.step_id, len(self.rows)]
+        for row in self.rows:
+            flat += (row.request_id, row.row, row.kind, row.start, row.page_offset, row.slot_in, row.slot_out)
+            flat += (row.num_ring, row.logits * 2 + row.is_last)
+            flat += (len(row.token_ids), len(row.new_pages), len(row.cuts))
+            flat += row.token_ids
+            flat += row.new_pages
+            for cut in row.cuts:
+                flat += (cut.position, cut.slot)
+        return np.array(flat, dtype=np.int32)
+
+    @classmethod
+    def decode(cls, flat: npt.NDArray[np.int32]) -> StepPlan:
+        """The inverse of `encode`, without `admitted` and `retired`."""
+        numbers = iter(flat.tolist())
+        step_id, num_rows = next(numbers), next(numbers)
+        return cls(step_id, tuple(_decode_row(numbers.__next__) for _ in range(num_rows)))
+
+
+def _decode_row(take: Callable[[], int]) -> Row:
+    request_id, row, kind, start, page_offset, slot_in, slot_out, num_ring, flags = (take() for _ in range(9))
+    num_tokens, num_pages, num_cuts = take(), take(), take()
+    return Row(
+        request_id=request_id,
+        row=row,
+        kind=RowKind(kind),
+        start=start,
+        token_ids=tuple(take() for _ in range(num_tokens)),
+        page_offset=page_offset,
+        new_pages=tuple(take() for _ in range(num_pages)),
+        slot_in=slot_in,
+        slot_out=slot_out,
+        num_ring=num_ring,
+        cuts=tuple(Cut(take(), take()) for _ in range(num_cuts)),
+        logits=Logits(flags // 2),
+        is_last=bool(flags % 2),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RowOutput:
+    """What one row of the plan gave. `token_ids` is empty unless the row was `is_last`.
+
+    `logprobs` is parallel to `token_ids` where asked for. `prompt_logprobs` holds, for a row with Logits.ALL, one
+    entry per computed position p whose successor p + 1 is a prompt token: the probability of that successor.
+    `error` is a sentence for the client where the model gave this row nothing to sample from (NaN or infinite logits,
+    a rule that leaves no token): the row then has no tokens, its request must end, and other rows are untouched.
+    """
+
+    request_id: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """Parallel to the plan's rows."""
+
+    step_id: int
+    rows: tuple[RowOutput, ...]

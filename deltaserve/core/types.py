@@ -1,0 +1,83 @@
+"""What a request asks for and what it gets back, as plain frozen values."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+# The unit of the hybrid: KV pages, prefix hashes, recurrent-state boundaries and prefill chunks all use it.
+BLOCK = 64
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended; the values are OpenAI's, plus `abort` and `error`."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens for one request. Ranges are checked at the edge (`server.schema`) and by `check()`.
+
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `seed` None: the engine draws one at admission.
+    `logprobs` is how many alternatives to report beside each chosen token (0: the chosen one alone; None: nothing);
+    `prompt_logprobs` the same for the prompt. `stop_token_ids` end the request and are kept in the ids, not in the
+    text; end-of-sequence ids are added by the engine from the checkpoint unless `ignore_eos`. `stop` strings are
+    watched where text is made (`engine.text`).
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One position: the token there, its natural-log probability and rank (1 = likeliest), and the likeliest others.
+
+    Probabilities are those of the model itself, before temperature, penalties and filters. `top` holds
+    (token id, logprob) pairs, likeliest first.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChunk:
+    """What one step added to one request. The last chunk has a `finish_reason`.
+
+    `stop_token_id` is the id that ended it, if one did. `logprobs` is parallel to `token_ids` where asked for.
+    `prompt_logprobs` comes once, in the first chunk, with None for position 0. `num_cached` counts prompt tokens
+    that were not computed because a prefix hit held them. `error` is a sentence for the client when
+    `finish_reason` is ERROR.
+    """
+
+    request_id: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    num_cached: int = 0
+    error: str | None = None

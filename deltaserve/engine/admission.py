@@ -1,0 +1,108 @@
+"""Which requests may enter, and what their open settings become. One set of rules for Client, LLM and Engine.
+
+A request is wrong for itself (RequestError, naming the field as the API writes it) or too long for this engine
+(ContextLengthError). Whatever passes can be scheduled and sampled without an error, so one bad request stays one bad
+request. The HTTP edge may refuse more than this; it may not let through less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from deltaserve.core.errors import ContextLengthError, RequestError
+from deltaserve.core.types import SamplingParams
+
+_SEEDS = (-(1 << 63), (1 << 64) - 1)
+_INF = math.inf
+
+# field: (lowest, highest, is the lowest itself allowed)
+_FLOAT_RANGES = {
+    "temperature": (0.0, _INF, True),
+    "top_p": (0.0, 1.0, False),
+    "min_p": (0.0, 1.0, True),
+    "repetition_penalty": (0.0, _INF, False),
+    "presence_penalty": (-2.0, 2.0, True),
+    "frequency_penalty": (-2.0, 2.0, True),
+}
+_INT_RANGES = {
+    "top_k": (0, (1 << 31) - 1),
+    "min_tokens": (0, (1 << 31) - 1),
+    "max_tokens": (1, (1 << 31) - 1),
+    "seed": _SEEDS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a request meets: the context length in tokens, and the ids that the model has a row for."""
+
+    max_model_len: int
+    vocab_size: int
+
+
+def admit(prompt_ids: Sequence[int], params: SamplingParams, limits: Limits) -> SamplingParams:
+    """The params with `max_tokens` resolved (None: all that is left of the context); the seed may still be open."""
+    _check_ranges(params, limits.vocab_size)
+    _check_stops(params)
+    _check_ids("prompt", prompt_ids, limits)
+    _check_ids("stop_token_ids", params.stop_token_ids, limits)
+    _check_ids("logit_bias", tuple(params.logit_bias), limits)
+    if not prompt_ids:
+        raise RequestError("the prompt is empty; it must hold at least one token", "prompt")
+    return _fit(len(prompt_ids), params, limits.max_model_len)
+
+
+def _fit(num_prompt: int, params: SamplingParams, max_model_len: int) -> SamplingParams:
+    room = max_model_len - num_prompt
+    if room < 1:
+        raise ContextLengthError(
+            f"the prompt has {num_prompt} tokens, but the context length is {max_model_len} tokens, output included; "
+            f"shorten the prompt to at most {max_model_len - 1}",
+            "prompt",
+        )
+    if params.max_tokens is None:
+        params = replace(params, max_tokens=room)
+    elif params.max_tokens > room:
+        raise ContextLengthError(
+            f"the prompt has {num_prompt} tokens and max_tokens is {params.max_tokens}, together more than the context "
+            f"length of {max_model_len} tokens; ask for at most {room}",
+            "max_tokens",
+        )
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        sentence = f"min_tokens {params.min_tokens} is more than the {params.max_tokens} tokens that may be generated"
+        raise RequestError(sentence, "min_tokens")
+    return params
+
+
+def _check_ranges(params: SamplingParams, vocab_size: int) -> None:
+    for name, (low, high, with_low) in _FLOAT_RANGES.items():
+        value = getattr(params, name)
+        if not (math.isfinite(value) and (low <= value if with_low else low < value) and value <= high):
+            raise RequestError(f"{name} must be {_interval(low, high, with_low)}, not {value}", name)
+    ranges = _INT_RANGES | dict.fromkeys(("logprobs", "prompt_logprobs"), (0, vocab_size))
+    for name, (lowest, highest) in ranges.items():
+        number = getattr(params, name)
+        if number is not None and not lowest <= number <= highest:
+            raise RequestError(f"{name} must be between {lowest} and {highest}, not {number}", name)
+    for token_id, bias in params.logit_bias.items():
+        if not math.isfinite(bias):
+            raise RequestError(f"logit_bias of token {token_id} must be a finite number, not {bias}", "logit_bias")
+
+
+def _interval(low: float, high: float, with_low: bool) -> str:
+    least = f"{'at least' if with_low else 'more than'} {low:g}"
+    return f"a finite number, {least}" if high == _INF else f"{least} and at most {high:g}"
+
+
+def _check_stops(params: SamplingParams) -> None:
+    if "" in params.stop:
+        raise RequestError("a stop string must not be empty", "stop")
+
+
+def _check_ids(name: str, token_ids: Sequence[int], limits: Limits) -> None:
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < limits.vocab_size:
+        wrong = next(i for i in token_ids if not 0 <= i < limits.vocab_size)
+        sentence = f"token id {wrong} is outside the vocabulary, 0 to {limits.vocab_size - 1}"
+        raise RequestError(f"{name}: {sentence}", name)

@@ -1,0 +1,135 @@
+"""Makes a real Engine from an EngineConfig: reads the shape, sizes the pools, starts the other ranks, loads.
+
+Rank 0 plans the pools once and tells the others, so every rank has equally many pages, slots and rows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from deltaserve.cache.layout import PoolSizes, fit_model_len, plan_pools
+from deltaserve.cache.manager import CacheManager
+from deltaserve.core.config import DTYPE_BYTES, EngineConfig
+from deltaserve.core.errors import ConfigError
+from deltaserve.engine.info import EngineInfo
+from deltaserve.engine.loop import Engine, Runner
+from deltaserve.engine.machine import available_memory_bytes, num_threads
+from deltaserve.engine.team import Team
+from deltaserve.engine.tokenizer import read_eos_ids
+from deltaserve.model.config import ModelConfig
+from deltaserve.model.sizes import parameter_counts
+from deltaserve.parallel.mesh import SINGLE
+from deltaserve.runner.build import cache_spec, load_runner
+from deltaserve.scheduler.scheduler import Scheduler
+
+Progress = Callable[[str, float], None]
+
+
+class Timeline:
+    """Where the time of a start goes: seconds per stage, in order."""
+
+    def __init__(self, started_s: float) -> None:
+        self.stages_s: dict[str, float] = {}
+        self._last_s = started_s
+
+    def mark(self, stage: str) -> None:
+        """The time since the last mark belongs to `stage`."""
+        now_s = time.time()
+        self.stages_s[stage] = self.stages_s.get(stage, 0.0) + now_s - self._last_s
+        self._last_s = now_s
+
+
+def build_engine(
+    config: EngineConfig,
+    timeline: Timeline,
+    progress: Progress | None = None,
+    directory: Path | None = None,
+    on_rank_failure: Callable[[str], None] | None = None,
+) -> Engine:
+    """Load everything. `progress` is called with a stage and the share of it that is done.
+
+    `directory` is where ranks meet (None: a new private one), `on_rank_failure` is called from a thread when one of
+    them is gone. Raises ConfigError or CheckpointError for what the user can change, EngineDeadError if another rank
+    failed.
+    """
+    config = replace(config, num_threads=num_threads(config.num_threads))
+    model_config = ModelConfig.from_directory(config.model)
+    sizes = size_pools(config, model_config)
+    timeline.mark("config")
+    team = None
+    if config.tensor_parallel_size > 1:
+        team = Team(config, sizes, directory, on_rank_failure)
+        timeline.mark("ranks")
+    try:
+        runner = _load(config, model_config, sizes, team, progress)
+    except BaseException:
+        if team is not None:
+            team.abandon()
+        raise
+    timeline.mark("load")
+    manager = CacheManager(sizes)
+    return Engine(
+        Scheduler(config.scheduler, manager, sizes.max_model_len),
+        manager,
+        runner,
+        _info(config, model_config, sizes, timeline),
+        seed=config.seed,
+        debug_checks=config.debug_checks,
+        on_close=None if team is None else team.close,
+    )
+
+
+def _load(
+    config: EngineConfig, model_config: ModelConfig, sizes: PoolSizes, team: Team | None, progress: Progress | None
+) -> Runner:
+    def report(num_done: int, num_all: int) -> None:
+        if progress is not None:
+            progress("weights", num_done / max(num_all, 1))
+
+    mesh = SINGLE if team is None else team.mesh
+    runner = load_runner(config, model_config, sizes, mesh, report)
+    return runner if team is None else team.lead(runner)
+
+
+def _info(config: EngineConfig, model_config: ModelConfig, sizes: PoolSizes, timeline: Timeline) -> EngineInfo:
+    return EngineInfo(
+        model_type=model_config.model_type,
+        max_model_len=sizes.max_model_len,
+        vocab_size=model_config.vocab_size,
+        eos_ids=read_eos_ids(config.model),
+        num_pages=sizes.num_pages - 1,
+        num_slots=sizes.num_slots - 1,
+        num_rows=sizes.num_rows,
+        num_ranks=config.tensor_parallel_size,
+        num_threads=config.num_threads or 1,
+        pools=sizes.summary(),
+        timings_s=timeline.stages_s,
+    )
+
+
+def size_pools(config: EngineConfig, model_config: ModelConfig) -> PoolSizes:
+    """The pools of each rank: what is free now, less the weights, shared by the ranks of this host."""
+    spec = cache_spec(config, model_config)
+    weights_bytes = parameter_counts(model_config).total * DTYPE_BYTES[spec.compute_dtype]
+    free_bytes = available_memory_bytes()
+    if weights_bytes >= free_bytes:
+        raise ConfigError(
+            f"the weights of {config.model} take {weights_bytes / 2**30:.1f} GiB as {spec.compute_dtype}, but only "
+            f"{free_bytes / 2**30:.1f} GiB of memory are free; free some memory or choose a smaller model"
+        )
+    longest = model_config.max_position_embeddings
+    arguments = (spec, config.cache, config.scheduler)
+    available_bytes = (free_bytes - weights_bytes) // config.tensor_parallel_size
+    if config.max_model_len is None:
+        max_model_len = fit_model_len(*arguments, longest, available_bytes)
+    elif config.max_model_len > longest:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} is more than the {longest} positions of the checkpoint "
+            f"(max_position_embeddings in config.json); lower it"
+        )
+    else:
+        max_model_len = config.max_model_len
+    return plan_pools(*arguments, max_model_len, available_bytes)

@@ -1,0 +1,152 @@
+"""Offline use: the engine in this process, driven to the end of a list of prompts.
+
+    with LLM("model-directory", max_num_seqs=8) as llm:
+        for output in llm.generate(["Once upon a time", "In a distant land"], SamplingParams(max_tokens=64)):
+            print(output.text)
+
+The same loop, scheduler and text rules as behind the server, so the same tokens; no server library is needed. With
+`tensor_parallel_size` above 1 the other ranks are child processes, which `close` (or leaving the `with` block) ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
+
+from deltaserve.core.errors import RequestError
+from deltaserve.core.types import FinishReason, SamplingParams, TokenChunk, TokenLogprob
+from deltaserve.engine.build import Timeline, build_engine
+from deltaserve.engine.loop import Engine
+from deltaserve.engine.settings import engine_config
+from deltaserve.engine.text import TextStream
+from deltaserve.engine.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(slots=True)
+class Completion:
+    """What one prompt gave. `token_ids` and, where asked for, `logprobs` are cut at a stop string like `text`.
+
+    `stop_reason` is the stop string or stop token id that ended it. `num_cached` counts prompt tokens that were not
+    computed. `error` is set when `finish_reason` is ERROR.
+    """
+
+    prompt_ids: tuple[int, ...]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    num_cached: int = 0
+    error: str | None = None
+
+
+class LLM:
+    """A model that is ready to generate. `settings` are the fields of EngineConfig and of the configs inside it."""
+
+    def __init__(self, model: str | Path, **settings: Any) -> None:
+        """Raises ConfigError for a setting, CheckpointError for a file that cannot be used."""
+        config = engine_config(model, settings)
+        self.tokenizer = Tokenizer(config.model)
+        self.engine: Engine = build_engine(config, Timeline(time.time()))
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        show_progress: bool = False,
+    ) -> list[Completion]:
+        """One completion per prompt, in order. A prompt is text or token ids; `params` is one for all or one for each.
+
+        Raises RequestError if any of them cannot be served, before any is run. `show_progress` needs `rich`.
+        """
+        all_ids = [self._encode(prompt) for prompt in _as_list(prompts)]
+        runs: dict[int, _Run] = {}
+        try:
+            for prompt_ids, own in zip(all_ids, _one_for_each(params, len(all_ids)), strict=True):
+                run = _Run(Completion(prompt_ids), TextStream(self.tokenizer, own))
+                runs[self.engine.submit(prompt_ids, own)] = run
+            completions = [run.completion for run in runs.values()]
+            with _progress_bar(len(runs), show_progress) as advance:
+                self._run(runs, advance)
+        finally:
+            for request_id in runs:
+                self.engine.abort(request_id)
+        return completions
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+
+    def _run(self, runs: dict[int, _Run], advance: Callable[[], None]) -> None:
+        """Step until all have finished; finished ones leave `runs`."""
+        while runs:
+            for chunk in self.engine.step():
+                if runs[chunk.request_id].feed(chunk):
+                    del runs[chunk.request_id]
+                    self.engine.abort(chunk.request_id)  # a stop string ends it before the engine does
+                    advance()
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    completion: Completion
+    stream: TextStream
+
+    def feed(self, chunk: TokenChunk) -> bool:
+        """Whether this was the end."""
+        out, delta = self.completion, self.stream.feed(chunk)
+        out.text += delta.text
+        out.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            out.logprobs = [*(out.logprobs or ()), *delta.logprobs]
+        if chunk.prompt_logprobs is not None:
+            out.prompt_logprobs = chunk.prompt_logprobs
+        out.num_cached += chunk.num_cached
+        out.finish_reason, out.stop_reason, out.error = delta.finish_reason, delta.stop_reason, chunk.error
+        return delta.finish_reason is not None
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [cast("Prompt", prompts)]
+    return cast("Sequence[Prompt]", prompts)
+
+
+def _one_for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(f"{count} prompts but {len(params)} params; give one for all, or one each", "params")
+    return params
+
+
+@contextmanager
+def _progress_bar(total: int, is_shown: bool) -> Iterator[Callable[[], None]]:
+    """Gives a function to call at each step of `total`."""
+    if not is_shown:
+        yield lambda: None
+        return
+    from rich.progress import Progress  # noqa: PLC0415 - an optional library
+
+    with Progress() as bar:
+        task = bar.add_task("generating", total=total)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,212 @@
+"""The engine's loop, one step at a time, in whatever process it lives: admit, schedule, execute, update.
+
+    engine.submit(prompt_ids, params)     a wrong request raises RequestError here, and only here
+    while engine.has_work:
+        for chunk in engine.step(): ...
+
+Failures. What is wrong with a request is found by `submit`, before it can touch another one; the scheduler itself
+may end one request with an error chunk. An exception inside a step is different: the pools may hold half of a step,
+and on several ranks the others no longer agree, so no request can go on. The engine is then dead: `step` raises
+EngineDeadError with the cause, as does every later call, and whoever drives the loop tells the requests. Ctrl-C in
+the middle of a step is milder: on one rank it ends the requests of that step and nothing else.
+
+No torch here: scheduler, cache books and runner are arguments. `engine.build` makes the real ones.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from deltaserve.core.errors import EngineDeadError
+from deltaserve.core.plan import RowOutput, StepOutput, StepPlan
+from deltaserve.core.request import Request
+from deltaserve.core.types import SamplingParams, TokenChunk
+from deltaserve.engine.admission import admit
+from deltaserve.engine.info import EngineInfo, EngineStats
+
+
+class Runner(Protocol):
+    """Obeys plans."""
+
+    def execute(self, plan: StepPlan) -> StepOutput: ...
+
+
+class Scheduler(Protocol):
+    """Decides; see scheduler.scheduler.Scheduler."""
+
+    num_preemptions: int
+
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_waiting(self) -> int: ...
+    @property
+    def has_work(self) -> bool: ...
+    def add(self, request: Request) -> None: ...
+    def abort(self, request_id: int) -> bool: ...
+    def schedule(self) -> StepPlan | None: ...
+    def update(self, plan: StepPlan, output: StepOutput) -> list[TokenChunk]: ...
+    def check(self) -> None: ...
+
+
+class Pools(Protocol):
+    """The counts of cache.manager.CacheManager."""
+
+    @property
+    def num_free_pages(self) -> int: ...
+    @property
+    def num_free_slots(self) -> int: ...
+
+
+class Engine:
+    """Not thread-safe. `close` is called once; it releases what `on_close` stands for (other ranks)."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        pools: Pools,
+        runner: Runner,
+        info: EngineInfo,
+        *,
+        seed: int = 0,
+        debug_checks: bool = False,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        self.info = info
+        self.dead_reason: str | None = None
+        self.is_stalled = False  # there is work, but the last step could not plan any of it
+        self._scheduler = scheduler
+        self._pools = pools
+        self._runner = runner
+        self._debug_checks = debug_checks
+        self._on_close = on_close
+        self._seeds = random.Random(seed)
+        self._num_requests = 0
+        self._last_id = 0
+        self._unreported: dict[int, int] = {}  # prompt lengths of requests without a chunk so far
+        self._num_prompt_tokens = 0
+        self._num_cached_tokens = 0
+        self._num_output_tokens = 0
+        self._num_computed_tokens = 0
+        self._num_steps = 0
+        self._steps_s = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, request_id: int | None = None) -> int:
+        """Queue a request and return its id, which must be larger than every one before (None: the next one).
+
+        Raises RequestError (or ContextLengthError) if it cannot be served, and then nothing has changed.
+        """
+        self._refuse_if_dead()
+        params = admit(prompt_ids, params, self.info.limits)
+        if params.seed is None:
+            params = replace(params, seed=self._seeds.getrandbits(63))
+        request_id = self._last_id + 1 if request_id is None else request_id
+        assert request_id > self._last_id, (request_id, self._last_id)
+        eos_ids = () if params.ignore_eos else self.info.eos_ids
+        self._scheduler.add(
+            Request(
+                id=request_id,
+                prompt_ids=tuple(prompt_ids),
+                params=params,
+                stop_ids=frozenset((*params.stop_token_ids, *eos_ids)),
+                arrival_s=time.monotonic(),
+            )
+        )
+        self._last_id = request_id
+        self._num_requests += 1
+        self._unreported[request_id] = len(prompt_ids)
+        return request_id
+
+    def abort(self, request_id: int) -> bool:
+        """Stop a request; it gives no further chunk. Whether it was alive."""
+        self._unreported.pop(request_id, None)
+        return self._scheduler.abort(request_id)
+
+    def step(self) -> list[TokenChunk]:
+        """Plan and run one step; the chunks of the requests that got something. Empty if nothing could be planned."""
+        self._refuse_if_dead()
+        try:
+            return self._step()
+        except EngineDeadError as error:
+            self.dead_reason = str(error)
+            raise
+        except Exception as error:
+            self.dead_reason = f"a step of the engine failed: {type(error).__name__}: {error}"
+            raise EngineDeadError(self.dead_reason) from error
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            num_free_pages=self._pools.num_free_pages,
+            num_pages=self.info.num_pages,
+            num_free_slots=self._pools.num_free_slots,
+            num_slots=self.info.num_slots,
+            num_preemptions=self._scheduler.num_preemptions,
+            num_requests=self._num_requests,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            num_output_tokens=self._num_output_tokens,
+            num_computed_tokens=self._num_computed_tokens,
+            num_steps=self._num_steps,
+            steps_s=self._steps_s,
+        )
+
+    def check(self) -> None:
+        """Every owner recomputes its books; AssertionError where they differ."""
+        self._scheduler.check()
+
+    def close(self) -> None:
+        on_close, self._on_close = self._on_close, None
+        self.dead_reason = self.dead_reason or "the engine is closed"
+        if on_close is not None:
+            on_close()
+
+    def _step(self) -> list[TokenChunk]:
+        started_s = time.perf_counter()
+        plan = self._scheduler.schedule()
+        self.is_stalled = plan is None
+        if plan is None:
+            return []
+        try:
+            output = self._runner.execute(plan)
+        except KeyboardInterrupt:
+            self._drop(plan)
+            raise
+        chunks = self._scheduler.update(plan, output)
+        if self._debug_checks:
+            self.check()
+        self._num_steps += 1
+        self._num_computed_tokens += plan.num_tokens
+        self._count(chunks)
+        self._steps_s += time.perf_counter() - started_s
+        return chunks
+
+    def _drop(self, plan: StepPlan) -> None:
+        """End the requests of a plan that was stopped half-way; what they hold is free again, the others go on."""
+        if self.info.num_ranks > 1:
+            self.dead_reason = "a step was interrupted, and the ranks no longer agree"
+            return
+        for row in plan.rows:
+            self.abort(row.request_id)
+        nothing = tuple(RowOutput(row.request_id) for row in plan.rows)
+        self._scheduler.update(plan, StepOutput(plan.step_id, nothing))
+
+    def _count(self, chunks: list[TokenChunk]) -> None:
+        for chunk in chunks:
+            self._num_output_tokens += len(chunk.token_ids)
+            if (num_prompt := self._unreported.pop(chunk.request_id, None)) is not None:
+                self._num_prompt_tokens += num_prompt
+                self._num_cached_tokens += chunk.num_cached
+
+    def _refuse_if_dead(self) -> None:
+        if self.dead_reason is not None:
+            raise EngineDeadError(self.dead_reason)

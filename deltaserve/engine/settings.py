@@ -1,0 +1,59 @@
+"""Settings as flat keys and as JSON: how an EngineConfig is made from keyword arguments and crosses to a process.
+
+A flat key is the name of a field of EngineConfig, CacheConfig or SchedulerConfig; the names are distinct. Standard
+library only, because LLM uses it too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, cast, get_type_hints
+
+from deltaserve.core.config import CacheConfig, EngineConfig, SchedulerConfig
+from deltaserve.core.errors import ConfigError
+
+T = TypeVar("T")
+
+_AREAS = {"cache": CacheConfig, "scheduler": SchedulerConfig}
+
+
+def engine_config(model: Path | str, settings: Mapping[str, Any]) -> EngineConfig:
+    """An EngineConfig from flat settings; a ConfigError names an unknown key and the nearest known one."""
+    own = {field.name for field in dataclasses.fields(EngineConfig)} - {"model", *_AREAS}
+    areas = {area: {field.name for field in dataclasses.fields(kind)} for area, kind in _AREAS.items()}
+    _check_known(settings, own.union(*areas.values()))
+    parts = {area: _AREAS[area](**_pick(settings, names)) for area, names in areas.items()}
+    return EngineConfig(Path(model), **_pick(settings, own), **parts)
+
+
+def to_json(value: Any) -> str:
+    """A frozen config, with others inside it, as one line."""
+    return json.dumps(dataclasses.asdict(value), default=str, sort_keys=True)
+
+
+def from_json(kind: type[T], text: str) -> T:
+    """The inverse of `to_json`."""
+    return cast("T", _build(kind, json.loads(text)))
+
+
+def _build(kind: Callable[..., Any], value: Any) -> Any:
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        hints = get_type_hints(kind)
+        return cast("Callable[..., Any]", kind)(**{name: _build(hints[name], item) for name, item in value.items()})
+    return kind(value) if kind is Path else value
+
+
+def _pick(settings: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name in names}
+
+
+def _check_known(settings: Mapping[str, Any], known: set[str]) -> None:
+    for name in settings:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {nearest[0]}?" if nearest else f"; known are {', '.join(sorted(known))}"
+            raise ConfigError(f"unknown setting {name}{hint}")

@@ -1,0 +1,115 @@
+"""Several ranks as one runner: rank 0 leads, the others follow.
+
+    rank 0      Team.lead(runner).execute(plan): the runner sends the plan as one flat array, then does its own part
+    others      follow(job): receive an array, do the part, and again; an empty array means leave
+
+The followers import and load while rank 0 does, and all meet once more before the first step. A rank that dies
+breaks the exchange that the others wait in, so each of them fails within moments; rank 0 then says who it was.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from deltaserve.cache.layout import PoolSizes
+from deltaserve.core.config import EngineConfig
+from deltaserve.core.errors import EngineDeadError
+from deltaserve.core.plan import StepOutput, StepPlan
+from deltaserve.engine.launch import RankJob, Ranks, make_private_directory
+from deltaserve.engine.loop import Runner
+from deltaserve.model.config import ModelConfig
+from deltaserve.parallel.group import agree, join, leave, receive_array, send_array
+from deltaserve.runner.build import load_runner
+
+JOIN_TIMEOUT_S = 120.0
+_LEAVE_TIMEOUT_S = 5.0
+_BLAME_TIMEOUT_S = 1.0
+_LEAVE = np.zeros(0, dtype=np.int32)
+
+
+class Team:
+    """Rank 0's hold on the other ranks. End it with `close`, or with `abandon` when they may be past listening."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        sizes: PoolSizes,
+        directory: Path | None = None,
+        on_failure: Callable[[str], None] | None = None,
+    ) -> None:
+        self._own_directory = make_private_directory() if directory is None else None
+        meeting_place = directory or self._own_directory
+        assert meeting_place is not None
+        self._job = RankJob(config, meeting_place, sizes, rank=0)
+        self.ranks = Ranks(self._job, config.tensor_parallel_size, on_failure)
+        try:
+            self.mesh = join(meeting_place, 0, config.tensor_parallel_size, JOIN_TIMEOUT_S, self.ranks.check)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def lead(self, runner: Runner) -> Runner:
+        """The runner of all ranks together; returns when all of them have loaded."""
+        with _Blame(self.ranks):
+            assert agree(self.mesh, self._job.digest()), "ranks were told different things"
+        return _LeadRunner(runner, self.ranks)
+
+    def close(self) -> None:
+        """Dismiss the followers and wait until they are gone."""
+        self.ranks.expect_end()
+        if self.ranks.failure() is None:
+            send_array(self.mesh, _LEAVE)
+            leave()
+        self.abandon(_LEAVE_TIMEOUT_S)
+
+    def abandon(self, timeout_s: float = 0.0) -> None:
+        """End the followers, by force after `timeout_s`."""
+        self.ranks.end(timeout_s)
+        if self._own_directory is not None:
+            shutil.rmtree(self._own_directory, ignore_errors=True)
+
+
+class _LeadRunner:
+    """Rank 0's runner, whose exchanges fail when another rank is gone."""
+
+    def __init__(self, runner: Runner, ranks: Ranks) -> None:
+        self._runner = runner
+        self._blame = _Blame(ranks)
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        with self._blame:
+            return self._runner.execute(plan)
+
+
+class _Blame:
+    """Turns the error of a broken exchange into an EngineDeadError that names the rank that broke it."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if not isinstance(error, RuntimeError):
+            return
+        deadline_s = time.monotonic() + _BLAME_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            if (failure := self._ranks.failure()) is not None:
+                raise EngineDeadError(failure) from error
+            time.sleep(0.02)
+
+
+def follow(job: RankJob) -> None:
+    """The life of ranks 1, 2, ...; returns when rank 0 dismisses them."""
+    model_config = ModelConfig.from_directory(job.config.model)
+    mesh = join(job.directory, job.rank, job.config.tensor_parallel_size, JOIN_TIMEOUT_S)
+    runner = load_runner(job.config, model_config, job.sizes, mesh, None)
+    assert agree(mesh, job.digest()), "ranks were told different things"
+    while len(plan := receive_array(mesh)):
+        runner.follow(plan)
+    leave()

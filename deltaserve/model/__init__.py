@@ -1,0 +1,1 @@
+"""The architecture and nothing else: no rank arithmetic, no cache policy."""

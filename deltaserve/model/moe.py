@@ -1,0 +1,57 @@
+"""The mixture-of-experts FFN: routed experts, and a shared one behind a scalar gate.
+
+Every rank holds its columns of every expert, so that routing is the same everywhere and one sum over ranks ends the
+layer.
+
+Letters: T tokens, D model width, E experts, k experts per token, F expert width on this rank.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deltaserve.model.config import ModelConfig
+from deltaserve.model.layers import Block, DenseFfn, Linear
+from deltaserve.model.params import Parameter, Section, Split
+from deltaserve.ops import moe
+from deltaserve.parallel.mesh import Mesh
+
+
+class Experts(Block):
+    """All experts' weights, stacked: gate_up [E, 2F, D] (gate, then up) and down [E, D, F]."""
+
+    def __init__(self, config: ModelConfig, mesh: Mesh, dtype: torch.dtype) -> None:
+        super().__init__()
+        num, width, hidden = config.num_experts, config.moe_intermediate_size, config.hidden_size
+        columns = Section(width, width)
+        by_column, by_row = Split(1, (columns, columns)), Split(2, (columns,))
+        self.gate_up = Parameter((num, 2 * width, hidden), dtype, by_column, mesh.rank, mesh.size)
+        self.down = Parameter((num, hidden, width), dtype, by_row, mesh.rank, mesh.size)
+
+    def forward(self, x_TD: Tensor, weights_Tk: Tensor, experts_Tk: Tensor) -> Tensor:
+        return moe.experts(x_TD, weights_Tk, experts_Tk, self.gate_up, self.down)
+
+
+class MoeFfn(Block):
+    """y = sum of the top k experts by weight + sigmoid(shared_gate x) * shared(x); this rank's share of it."""
+
+    def __init__(self, config: ModelConfig, mesh: Mesh, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.top_k, self.renormalize = config.num_experts_per_token, config.norm_topk_prob
+        self.router = Linear((config.num_experts, config.hidden_size), mesh, dtype)
+        self.experts = Experts(config, mesh, dtype)
+        self.shared = DenseFfn(config.hidden_size, config.shared_intermediate_size, mesh, dtype)
+        self.shared_gate = Linear((1, config.hidden_size), mesh, dtype)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        weights_Tk, experts_Tk = moe.route(self.router(x_TD), self.top_k, self.renormalize)
+        routed_TD = self.experts(x_TD, weights_Tk, experts_Tk)
+        return torch.addcmul(routed_TD, self.shared_gate(x_TD).sigmoid(), self.shared(x_TD))
+
+
+def feed_forward(config: ModelConfig, is_moe: bool, mesh: Mesh, dtype: torch.dtype) -> Block:
+    """The second half of a layer: experts, or one dense SwiGLU."""
+    if is_moe:
+        return MoeFfn(config, mesh, dtype)
+    return DenseFfn(config.hidden_size, config.intermediate_size, mesh, dtype)

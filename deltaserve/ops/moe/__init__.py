@@ -1,0 +1,38 @@
+"""Routing of tokens to experts, and the experts' SwiGLU.
+
+Letters: T tokens, D width, E experts, k experts per token, F expert width.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from deltaserve.ops.dispatch import choose
+from deltaserve.ops.moe import reference
+
+IMPLEMENTATIONS = {"reference": reference}
+
+
+def route(logits_TE: Tensor, top_k: int, renormalize: bool, force: str | None = None) -> tuple[Tensor, Tensor]:
+    """The top_k experts of each token, likeliest first; equal logits go to the lower expert id.
+
+    Returns weights [T, k] float32 (softmax over all experts, divided by their sum over the k where `renormalize`) and
+    expert ids [T, k] int64.
+    """
+    return choose(IMPLEMENTATIONS, logits_TE.device.type, force).route(logits_TE, top_k, renormalize)
+
+
+def experts(
+    x_TD: Tensor,
+    weights_Tk: Tensor,
+    experts_Tk: Tensor,
+    gate_up_E2FD: Tensor,
+    down_EDF: Tensor,
+    force: str | None = None,
+) -> Tensor:
+    """Sum over the k chosen experts of weight * down(silu(gate x) * (up x)) -> [T, D] in x's dtype.
+
+    gate_up holds the F gate rows of an expert, then its F up rows.
+    """
+    implementation = choose(IMPLEMENTATIONS, x_TD.device.type, force)
+    return implementation.experts(x_TD, weights_Tk, experts_Tk, gate_up_E2FD, down_EDF)

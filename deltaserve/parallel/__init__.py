@@ -1,0 +1,1 @@
+"""Ranks and exchange between them; no model words."""

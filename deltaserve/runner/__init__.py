@@ -1,0 +1,1 @@
+"""Obeys: turns a plan into tensors, runs the model, chooses tokens."""

@@ -1,0 +1,63 @@
+"""Makes a rank's runner from settings: threads, model, weights, pools.
+
+The compute type of the CPU is float32; 16-bit weights are widened when they are read. A 16-bit state type is fine: the
+GDN ops round the state at every boundary, on every path.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from deltaserve.cache.layout import PoolSizes
+from deltaserve.cache.storage import TORCH_DTYPES, allocate
+from deltaserve.core.config import CacheSpec, EngineConfig
+from deltaserve.core.errors import ConfigError
+from deltaserve.model.config import ModelConfig
+from deltaserve.model.qwen3_5 import Qwen3_5
+from deltaserve.model.weights import Progress, fill_dummy, load_weights
+from deltaserve.parallel.mesh import SINGLE, Mesh
+from deltaserve.runner.runner import ModelRunner
+
+
+def compute_dtype(config: EngineConfig) -> str:
+    """The key of DTYPE_BYTES in which the model computes. Raises ConfigError for a type that this device lacks."""
+    if config.dtype == "bfloat16":
+        raise ConfigError(
+            "--dtype bfloat16 needs a GPU: on the CPU the model computes in float32, from bfloat16 weights too; "
+            "use --dtype float32 or auto"
+        )
+    return "float32"
+
+
+def cache_spec(config: EngineConfig, model_config: ModelConfig) -> CacheSpec:
+    """Sizes of pages, slots and rows on one rank, for `cache.layout.plan_pools`."""
+    return model_config.cache_spec(
+        kv_dtype=config.cache.kv_cache_dtype,
+        state_dtype=config.cache.state_dtype,
+        compute_dtype=compute_dtype(config),
+        tp_size=config.tensor_parallel_size,
+    )
+
+
+def load_runner(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    sizes: PoolSizes,
+    mesh: Mesh = SINGLE,
+    progress: Progress | None = None,
+) -> ModelRunner:
+    """The runner of this rank, ready for its first plan. `progress` is told (bytes read, bytes in all).
+
+    Threads are shared evenly by the ranks: `config.num_threads` counts them all. Raises ConfigError or
+    CheckpointError, as sentences for the user.
+    """
+    dtype = TORCH_DTYPES[compute_dtype(config)]
+    torch.set_num_threads(max(1, (config.num_threads or torch.get_num_threads()) // mesh.size))
+    with torch.device("meta"):
+        model = Qwen3_5(model_config, mesh, dtype)
+    if config.load_format == "dummy":
+        fill_dummy(model, config.seed)
+    else:
+        load_weights(model, model_config, config.model, mesh, progress)
+    pools = allocate(sizes.spec, sizes)
+    return ModelRunner(model, pools, sizes, model_config.vocab_size, mesh, config.debug_checks)

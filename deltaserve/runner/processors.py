@@ -1,0 +1,115 @@
+"""Rules that change single logits of one request: min_tokens, logit_bias, penalties.
+
+A processor belongs to one row. `apply` changes the row's logits in place before filters and choice; `accept` is told
+each token that the request keeps. A processor never sees another row. Built from the admission alone, so a request
+that was preempted continues as if nothing had happened.
+
+The order, as vLLM's: min_tokens, logit_bias, repetition, frequency and presence penalty. Cost per step is that of the
+tokens a rule names, never of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from deltaserve.core.plan import Admission
+
+Values = npt.NDArray[np.float32]
+
+
+class Processor(Protocol):
+    """One rule of one request."""
+
+    def apply(self, logits_V: Values) -> None:
+        """Change the logits of the request's next token, in place."""
+
+    def accept(self, token_id: int) -> None:
+        """The request's next token is this."""
+
+
+def make_processors(admission: Admission, vocab_size: int) -> tuple[Processor, ...]:
+    """The rules that this request uses, in order; empty for most."""
+    params, processors = admission.params, list[Processor]()
+    if len(admission.output_ids) < params.min_tokens:
+        stop_ids = [token_id for token_id in admission.stop_ids if token_id < vocab_size]
+        processors.append(MinTokens(params.min_tokens - len(admission.output_ids), stop_ids))
+    if params.logit_bias:
+        processors.append(LogitBias(params.logit_bias))
+    if params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0:
+        processors.append(Penalties(admission))
+    return tuple(processors)
+
+
+class MinTokens:
+    """No stop id before `num_missing` tokens are accepted."""
+
+    def __init__(self, num_missing: int, stop_ids: Sequence[int]) -> None:
+        self._num_missing = num_missing
+        self._stop_ids = np.array(stop_ids, np.int64)
+
+    def apply(self, logits_V: Values) -> None:
+        if self._num_missing > 0:
+            logits_V[self._stop_ids] = -np.inf
+
+    def accept(self, token_id: int) -> None:
+        self._num_missing -= 1
+
+
+class LogitBias:
+    """Adds a number to the logits of some ids."""
+
+    def __init__(self, logit_bias: dict[int, float]) -> None:
+        self._ids = np.array(list(logit_bias), np.int64)
+        self._values = np.array(list(logit_bias.values()), np.float32)
+
+    def apply(self, logits_V: Values) -> None:
+        logits_V[self._ids] += self._values
+
+    def accept(self, token_id: int) -> None:
+        pass
+
+
+class Penalties:
+    """What has been said is less likely again.
+
+    Repetition counts prompt and output alike: a positive logit is divided by the penalty, another multiplied. Then the
+    output alone: the logit loses `frequency` times the count, and `presence` if the count is not 0. (The rules of
+    vLLM's `apply_penalties`; repetition is that of CTRL, Keskar et al. 2019, section 4.1, with the sign repaired.)
+    """
+
+    def __init__(self, admission: Admission) -> None:
+        params = admission.params
+        self._repetition = np.float32(params.repetition_penalty)
+        self._frequency = np.float32(params.frequency_penalty)
+        self._presence = np.float32(params.presence_penalty)
+        counts = Counter(admission.output_ids)
+        seen = dict.fromkeys((*admission.prompt_ids, *counts)) if self._repetition != 1 else dict(counts)
+        self._place = {token_id: place for place, token_id in enumerate(seen)}
+        self._ids = np.array(list(seen), np.int64)
+        self._counts = np.array([counts[token_id] for token_id in seen], np.float32)
+
+    def apply(self, logits_V: Values) -> None:
+        num_seen = len(self._place)
+        ids, counts = self._ids[:num_seen], self._counts[:num_seen]
+        logits = logits_V[ids]
+        logits = np.where(logits > 0, logits / self._repetition, logits * self._repetition)
+        logits_V[ids] = logits - self._frequency * counts - self._presence * (counts > 0)
+
+    def accept(self, token_id: int) -> None:
+        place = self._place.get(token_id)
+        if place is None:
+            place = self._append(token_id)
+        self._counts[place] += 1
+
+    def _append(self, token_id: int) -> int:
+        place = self._place[token_id] = len(self._place)
+        if place == len(self._ids):
+            self._ids = np.resize(self._ids, 2 * place + 16)
+            self._counts = np.resize(self._counts, 2 * place + 16)
+        self._ids[place], self._counts[place] = token_id, 0
+        return place

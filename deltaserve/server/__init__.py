@@ -1,0 +1,1 @@
+"""The HTTP edge: OpenAI's endpoints over an engine client. No torch."""

@@ -1,0 +1,57 @@
+"""From settings, a checkpoint and an engine to the application. `serve` imports it while the engine loads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastapi import FastAPI
+
+import deltaserve
+from deltaserve.engine.client import Client
+from deltaserve.engine.tokenizer import Tokenizer
+from deltaserve.server.app import create_app
+from deltaserve.server.checkpoint import Checkpoint
+from deltaserve.server.metrics import Metrics
+from deltaserve.server.sampling import Limits, load_defaults
+from deltaserve.server.served import Served
+from deltaserve.server.settings import Settings
+from deltaserve.server.template import ChatTemplate
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """What the server reads from the checkpoint without the engine. Raises ConfigError where a file is wrong."""
+
+    names: tuple[str, ...]
+    root: Path
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    defaults: dict[str, float]
+    max_logprobs: int
+
+    @classmethod
+    def read(cls, settings: Settings, checkpoint: Checkpoint) -> Edge:
+        override = None if settings.chat_template is None else Path(settings.chat_template)
+        return cls(
+            names=settings.served_model_name or (checkpoint.name,),
+            root=checkpoint.directory,
+            tokenizer=Tokenizer(checkpoint.directory),
+            template=ChatTemplate.from_directory(checkpoint.directory, override),
+            defaults=load_defaults(settings.generation_config, checkpoint.directory),
+            max_logprobs=settings.max_logprobs,
+        )
+
+    def application(self, client: Client) -> FastAPI:
+        served = Served(
+            names=self.names,
+            root=str(self.root),
+            version=deltaserve.__version__,
+            engine=client,
+            tokenizer=self.tokenizer,
+            template=self.template,
+            defaults=self.defaults,
+            limits=Limits(client.info.max_model_len, client.info.vocab_size, self.max_logprobs),
+            metrics=Metrics(self.names[0]),
+        )
+        return create_app(served)

@@ -1,0 +1,160 @@
+"""POST /v1/chat/completions: messages in, one or several assistant messages out, whole or streamed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from deltaserve.core.errors import RequestError
+from deltaserve.server.generation import Finished, Generation, Piece, make_choices
+from deltaserve.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from deltaserve.server.messages import check_tools, normalize_messages
+from deltaserve.server.parsers.reasoning import ReasoningSplitter, State, continued_state, start_state
+from deltaserve.server.sampling import Limits, OutputBudget, check_num_logprobs, sampling_params, with_budget
+from deltaserve.server.schema import ChatRequest, TokenizeRequest
+from deltaserve.server.served import Head, Served
+from deltaserve.server.writer import PLAIN, Frame, encode, members
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A rendered conversation: its token ids, and where the answer begins."""
+
+    ids: tuple[int, ...]
+    state: State
+
+
+async def render(served: Served, request: ChatRequest | TokenizeRequest) -> ChatPrompt:
+    """The prompt of a chat, or of the messages form of /tokenize."""
+    messages = normalize_messages(request.messages or ())
+    check_tools(request.tools)
+    continues = bool(request.continue_final_message)
+    if continues and request.add_generation_prompt:
+        raise RequestError("continue_final_message excludes add_generation_prompt", "continue_final_message")
+    text = served.chat_template().render(
+        messages,
+        None if request.tool_choice == "none" else request.tools,
+        add_generation_prompt=not continues and request.add_generation_prompt is not False,
+        continue_final_message=continues,
+        kwargs={**_effort(request.reasoning_effort), **(request.chat_template_kwargs or {})},
+    )
+    ids = await served.encode(text, add_special_tokens=bool(request.add_special_tokens))
+    return ChatPrompt(ids, continued_state(messages[-1]["content"]) if continues else start_state(text))
+
+
+async def prepare_chat(served: Served, request: ChatRequest) -> ChatAnswer:
+    """Check everything and render; nothing runs yet."""
+    head = Head.make(served, "chatcmpl", request.model)
+    params = sampling_params(request, served.defaults, served.limits, _num_logprobs(request, served.limits))
+    prompt = await render(served, request)
+    max_tokens = _budget(request).resolve(len(prompt.ids), served.limits, served.defaults)
+    choices = make_choices([(prompt.ids, with_budget(params, max_tokens))], request.n or 1)
+    generation = Generation(served.engine, served.tokenizer, served.metrics, choices)
+    return ChatAnswer(head, request, prompt, generation, TokenNames.of(served.tokenizer, request))
+
+
+class ChatAnswer:
+    """Turns what the engine gives into the body or the events of one chat request."""
+
+    def __init__(
+        self, head: Head, request: ChatRequest, prompt: ChatPrompt, generation: Generation, names: TokenNames
+    ) -> None:
+        self.generation = generation
+        self.frame = Frame(head, "chat.completion.chunk", request, generation)
+        self._head = head
+        self._request = request
+        self._prompt = prompt
+        self._names = names
+        self._splitters = [ReasoningSplitter(prompt.state) for _ in generation.choices]
+        self._unopened = set(range(len(generation.choices)))
+        self._shows_reasoning = request.include_reasoning is not False
+        self._shows_ids = bool(request.return_token_ids)
+
+    def body(self, finished: list[Finished]) -> bytes:
+        answer = {
+            **self._head.fields("chat.completion"),
+            "choices": [self._choice(index, choice) for index, choice in enumerate(finished)],
+            "usage": self.generation.usage.as_dict(),
+            "prompt_logprobs": None,
+        }
+        if finished[0].prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(finished[0].prompt_logprobs, self._names)
+        if self._shows_ids:
+            answer["prompt_token_ids"] = self._prompt.ids
+        return encode(answer)
+
+    def write(self, piece: Piece) -> bytes:
+        """The events of one piece: none while all its text is held back."""
+        index, delta = piece.index, piece.delta
+        reasoning, content = self._splitters[index].feed(delta.text, delta.finish_reason is not None)
+        if not self._shows_reasoning:
+            reasoning = ""
+        ending = self._ending(piece)
+        opening = b""
+        if index in self._unopened:
+            self._unopened.remove(index)
+            opening = self.frame.chunk(index, b'"delta":{"role":"assistant","content":""}' + PLAIN)
+        if not content and not reasoning and ending is PLAIN:
+            return opening
+        return opening + self.frame.chunk(index, self._delta(reasoning, content) + ending)
+
+    def _delta(self, reasoning: str, content: str) -> bytes:
+        if not reasoning:
+            return b'"delta":{"content":' + encode(content) + b"}"
+        if not content:
+            return b'"delta":{"reasoning_content":' + encode(reasoning) + b"}"
+        return b'"delta":' + encode({"reasoning_content": reasoning, "content": content})
+
+    def _ending(self, piece: Piece) -> bytes:
+        delta = piece.delta
+        shows_tokens = bool(delta.token_ids) and (delta.logprobs is not None or self._shows_ids)
+        if delta.finish_reason is None and not shows_tokens:
+            return PLAIN
+        fields: dict[str, Any] = {
+            "logprobs": None if delta.logprobs is None else chat_logprobs(delta.logprobs, self._names),
+            "finish_reason": delta.finish_reason,
+        }
+        if delta.finish_reason is not None:
+            fields["stop_reason"] = delta.stop_reason
+        if self._shows_ids:
+            fields["token_ids"] = delta.token_ids
+        return members(fields)
+
+    def _choice(self, index: int, finished: Finished) -> dict[str, Any]:
+        splitter = self._splitters[index]
+        reasoning, content = splitter.feed(finished.text, is_last=True)
+        choice = {
+            "index": index,
+            "message": {
+                "role": "assistant",
+                "content": content if splitter.has_answer else None,
+                "reasoning_content": reasoning if reasoning and self._shows_reasoning else None,
+                "refusal": None,
+                "tool_calls": None,
+            },
+            "logprobs": None if finished.logprobs is None else chat_logprobs(finished.logprobs, self._names),
+            "finish_reason": finished.finish_reason,
+            "stop_reason": finished.stop_reason,
+        }
+        return choice | ({"token_ids": finished.token_ids} if self._shows_ids else {})
+
+
+def _budget(request: ChatRequest) -> OutputBudget:
+    if request.max_completion_tokens is not None:
+        return OutputBudget(request.max_completion_tokens, "max_completion_tokens", "messages")
+    return OutputBudget(request.max_tokens, "max_tokens", "messages")
+
+
+def _num_logprobs(request: ChatRequest, limits: Limits) -> int | None:
+    if request.logprobs:
+        return check_num_logprobs(request.top_logprobs or 0, limits, "top_logprobs")
+    if request.top_logprobs:
+        raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+    return None
+
+
+def _effort(effort: str | None) -> dict[str, Any]:
+    """`reasoning_effort` as templates know it; `none` is the switch for thinking."""
+    if effort is None:
+        return {}
+    return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}

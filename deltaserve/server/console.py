@@ -1,0 +1,51 @@
+"""What a person sees at start: a progress line while the engine loads, then a summary."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from deltaserve.engine.info import EngineInfo
+
+
+class LoadProgress:
+    """A bar on a terminal, nothing elsewhere. Call it with a stage and the share of it that is done."""
+
+    def __init__(self, console: Console) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task: TaskID | None = None
+
+    def __call__(self, stage: str, fraction: float) -> None:
+        if self._task is None:
+            self._task = self._progress.add_task(stage, total=1.0)
+        self._progress.update(self._task, description=stage, completed=fraction)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+
+def print_summary(console: Console, names: tuple[str, ...], info: EngineInfo, url: str, start_s: float) -> None:
+    table = Table.grid(padding=(0, 2))
+    rows = {
+        "model": f"{', '.join(names)} ({info.model_type})",
+        "context": f"{info.max_model_len:,} tokens",
+        "at once": f"{info.num_rows} requests, {info.num_pages:,} pages of 64 tokens, {info.num_slots} state slots",
+        "machine": f"{info.num_ranks} rank(s) of {info.num_threads} thread(s)",
+        "ready": f"after {start_s:.1f} s",
+        "chat": url,
+        "API": f"{url}/v1, described at {url}/docs",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console.print(table, highlight=False, soft_wrap=True)

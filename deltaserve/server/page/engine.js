@@ -1,0 +1,29 @@
+// A line of engine figures, from /stats every two seconds while the page is in sight.
+
+const EVERY_MS = 2000;
+let last = null; // output tokens and time at the last look
+
+function figures(stats, nowMs) {
+  const used = stats.num_pages ? 1 - stats.num_free_pages / stats.num_pages : 0;
+  const rate = last ? (stats.num_output_tokens - last.tokens) / ((nowMs - last.ms) / 1000) : 0;
+  last = { tokens: stats.num_output_tokens, ms: nowMs };
+  const waiting = stats.num_waiting ? `, ${stats.num_waiting} waiting` : "";
+  return `${stats.num_running} running${waiting} · ${rate.toFixed(0)} tokens/s · cache ${(100 * used).toFixed(0)} %`;
+}
+
+async function look(line, model) {
+  try {
+    const stats = await (await fetch("/stats")).json();
+    model.textContent = stats.model;
+    line.classList.toggle("dead", !stats.alive);
+    line.textContent = stats.alive ? figures(stats, performance.now()) : "the engine has stopped";
+  } catch {
+    line.classList.add("dead");
+    line.textContent = "the server does not answer";
+  }
+}
+
+export async function watchEngine(line, model) {
+  if (!document.hidden) await look(line, model);
+  setTimeout(() => watchEngine(line, model), EVERY_MS);
+}

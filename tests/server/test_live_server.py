@@ -1,0 +1,249 @@
+"""A real server process with a sample checkpoint, as clients see it: the `openai` client's tour, clients that leave,
+a drain on SIGTERM, and the death of the engine.
+
+The last two tests end a server, so each server is shared by the tests above them in this file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+READY_S = 60.0
+HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
+
+
+@dataclass
+class Live:
+    process: subprocess.Popen[str]
+    url: str
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def stats(self) -> dict[str, Any]:
+        stats: dict[str, Any] = httpx.get(f"{self.url}/stats").json()
+        return stats
+
+    def engine_id(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text("ascii").split()
+        return int(children[0])
+
+
+@contextmanager
+def running(directory: Path, *flags: str) -> Iterator[Live]:
+    command = [sys.executable, "-m", "deltaserve.cli", "serve", str(directory), "--port", "0", *flags]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    timer = threading.Timer(READY_S, process.kill)
+    timer.start()
+    lines: list[str] = []
+    url = None
+    for line in process.stderr:
+        lines.append(line)
+        url = re.search(r"^chat\s+(http://\S+)", line)
+        if url:
+            break
+    timer.cancel()
+    reader = threading.Thread(target=process.stderr.read, daemon=True)
+    reader.start()
+    try:
+        assert url is not None, "".join(lines)
+        live = Live(process, url[1])
+        while httpx.get(f"{live.url}/health").status_code != 200:
+            time.sleep(0.05)
+        yield live
+    finally:
+        process.kill()
+        process.wait()
+        reader.join()
+        process.stderr.close()
+
+
+@pytest.fixture(scope="module")
+def live(sample_checkpoint: Path) -> Iterator[Live]:
+    flags = ("--served-model-name", "tiny,alias", "--max-model-len", "2K", "--max-num-seqs", "16", "--num-pages", "64")
+    with running(sample_checkpoint, *flags) as live:
+        yield live
+
+
+def test_models(live: Live) -> None:
+    with live.client() as client:
+        assert [model.id for model in client.models.list()] == ["tiny", "alias"]
+        assert client.models.retrieve("alias").id == "alias"
+
+
+def test_chat_streamed_equals_whole(live: Live) -> None:
+    with live.client() as client:
+        arguments: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 24, "seed": 5}
+        whole = client.chat.completions.create(**arguments)
+        stream = client.chat.completions.create(**arguments, stream=True, stream_options={"include_usage": True})
+        chunks = list(stream)
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens <= 24
+    assert chunks[-1].usage == whole.usage
+    deltas = [chunk.choices[0].delta for chunk in chunks[:-1]]
+    message: Any = whole.choices[0].message
+    for name in ("content", "reasoning_content"):
+        assert "".join(getattr(delta, name, None) or "" for delta in deltas) == (getattr(message, name) or "")
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+def test_choices_and_seeds(live: Live) -> None:
+    with live.client() as client:
+
+        def texts(seed: int | None) -> list[str]:
+            answer = client.completions.create(model="tiny", prompt="Once", n=2, seed=seed, max_tokens=12)
+            return [choice.text for choice in answer.choices]
+
+        first = texts(3)
+        assert texts(3) == first
+        assert texts(4)[0] == first[1], "choice k of a seed is choice 0 of seed + k"
+        assert first[0] != first[1]
+        assert texts(None) != texts(None)
+
+
+def test_logprobs(live: Live) -> None:
+    with live.client() as client:
+        answer = client.chat.completions.create(
+            model="tiny", messages=HELLO, max_tokens=5, temperature=0, logprobs=True, top_logprobs=3
+        )
+        logprobs = answer.choices[0].logprobs
+        assert logprobs is not None
+        assert logprobs.content is not None
+        assert len(logprobs.content) == answer.usage.completion_tokens if answer.usage else False
+        for entry in logprobs.content:
+            assert len(entry.top_logprobs) == 3
+            assert entry.logprob == pytest.approx(entry.top_logprobs[0].logprob), "greedy takes the likeliest"
+        echo = client.completions.create(model="tiny", prompt="Once upon", max_tokens=1, logprobs=1, echo=True)
+        old = echo.choices[0].logprobs
+        assert old is not None
+        assert old.token_logprobs is not None
+        assert all(value is not None and value <= 0 for value in old.token_logprobs[1:])
+
+
+def test_stop_strings_cut_the_text(live: Live) -> None:
+    with live.client() as client:
+        arguments: Any = {"model": "tiny", "prompt": "Once", "temperature": 0, "max_tokens": 24}
+        text = client.completions.create(**arguments).choices[0].text
+        stop = text[len(text) // 2 :][:2]
+        cut = client.completions.create(**arguments, stop=stop).choices[0]
+        assert cut.text == text[: text.index(stop)]
+        assert cut.finish_reason == "stop"
+
+
+def test_errors_are_the_clients_exceptions(live: Live) -> None:
+    with live.client() as client:
+        with pytest.raises(openai.BadRequestError) as wrong:
+            client.chat.completions.create(model="tiny", messages=HELLO, temperature=9)
+        assert wrong.value.param == "temperature"
+        with pytest.raises(openai.NotFoundError) as unknown:
+            client.chat.completions.create(model="none", messages=HELLO)
+        assert unknown.value.code == "model_not_found"
+        with pytest.raises(openai.BadRequestError) as long:
+            client.completions.create(model="tiny", prompt="word " * 3000)
+        assert long.value.code == "context_length_exceeded"
+    assert httpx.get(f"{live.url}/health").status_code == 200
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_curl(live: Live) -> None:
+    body = json.dumps({"messages": HELLO, "max_tokens": 3, "stream": True})
+    command = ["curl", "-sN", f"{live.url}/v1/chat/completions", "-H", "Content-Type: application/json", "-d", body]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert answer.startswith('data: {"id":"chatcmpl-')
+    assert answer.endswith("data: [DONE]\n\n")
+
+
+def test_clients_that_leave_give_everything_back(live: Live) -> None:
+    async def one(client: httpx.AsyncClient, rng: random.Random) -> None:
+        stream = rng.random() < 0.7
+        body = {
+            "prompt": [rng.randrange(5, 900) for _ in range(rng.randint(1, 300))],
+            "max_tokens": rng.randint(20, 200),
+            "n": rng.choice((1, 1, 3)),
+            "ignore_eos": True,
+            "stream": stream,
+        }
+        try:
+            timeout = None if rng.random() < 0.2 else httpx.Timeout(10, read=rng.uniform(0.05, 1.0))
+            async with client.stream("POST", "/v1/completions", json=body, timeout=timeout) as response:
+                num_chunks = rng.randint(1, 30)
+                async for _ in response.aiter_bytes():
+                    num_chunks -= 1
+                    if not num_chunks and timeout is not None:
+                        break
+        except httpx.ReadTimeout:
+            return
+
+    async def all_of_them() -> None:
+        rng = random.Random(1)
+        async with httpx.AsyncClient(base_url=live.url) as client:
+            await asyncio.gather(*(one(client, random.Random(rng.random())) for _ in range(32)))
+
+    before = live.stats()
+    asyncio.run(all_of_them())
+    deadline_s = time.monotonic() + 20
+    while (stats := live.stats())["num_running"] or stats["num_waiting"]:
+        assert time.monotonic() < deadline_s, stats
+        time.sleep(0.05)
+    assert stats["num_requests"] > before["num_requests"]
+    assert (stats["num_free_pages"], stats["num_free_slots"]) == (stats["num_pages"], stats["num_slots"])
+    assert stats["num_pages"] == 64
+
+
+def test_sigterm_lets_running_answers_finish(live: Live) -> None:
+    body = {"prompt": "Once", "max_tokens": 150, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{live.url}/v1/completions", json=body, timeout=60) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: {")
+        live.process.send_signal(signal.SIGTERM)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+    assert live.process.wait(10) == 0
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{live.url}/health")
+
+
+def test_sigterm_aborts_after_the_deadline(sample_checkpoint: Path) -> None:
+    with running(sample_checkpoint, "--shutdown-timeout", "0.3") as live:
+        body = {"prompt": "Once", "max_tokens": 5000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{live.url}/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: {")
+            live.process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
+        assert live.process.wait(10) == 0
+
+
+def test_a_dead_engine_ends_the_server(sample_checkpoint: Path) -> None:
+    with running(sample_checkpoint) as live:
+        body = {"prompt": "Once", "max_tokens": 5000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{live.url}/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: {")
+            os.kill(live.engine_id(), signal.SIGKILL)
+            rest = [line for line in lines if line]
+        assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "engine_dead"
+        assert httpx.get(f"{live.url}/health").status_code == 503
+        assert live.process.wait(10) == 1
