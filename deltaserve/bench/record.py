@@ -57,8 +57,11 @@ def describe_command(arguments: Sequence[str] | None = None) -> str:
 def result_path(name: str) -> Path:
     """bench/results/<date>-<name>.json in a checkout, else in the current directory."""
     file = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}-{name}.json"
+    if not (ROOT / "pyproject.toml").is_file():
+        return Path(file)
     results = ROOT / "bench" / "results"
-    return results / file if results.is_dir() else Path(file)
+    results.mkdir(parents=True, exist_ok=True)
+    return results / file
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:

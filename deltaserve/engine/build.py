@@ -64,12 +64,12 @@ def build_engine(
         team = Team(config, sizes, directory, on_rank_failure)
         timeline.mark("ranks")
     try:
-        runner = _load(config, model_config, sizes, team, progress)
+        runner = _load(config, model_config, sizes, team, timeline, progress)
     except BaseException:
         if team is not None:
             team.abandon()
         raise
-    timeline.mark("load")
+    timeline.mark("pools" if "weights" in timeline.stages_s else "load")
     manager = CacheManager(sizes)
     return Engine(
         Scheduler(config.scheduler, manager, sizes.max_model_len),
@@ -83,11 +83,18 @@ def build_engine(
 
 
 def _load(
-    config: EngineConfig, model_config: ModelConfig, sizes: PoolSizes, team: Team | None, progress: Progress | None
+    config: EngineConfig,
+    model_config: ModelConfig,
+    sizes: PoolSizes,
+    team: Team | None,
+    timeline: Timeline,
+    progress: Progress | None,
 ) -> Runner:
     def report(num_done: int, num_all: int) -> None:
         if progress is not None:
             progress("weights", num_done / max(num_all, 1))
+        if num_done >= num_all:
+            timeline.mark("weights")
 
     mesh = SINGLE if team is None else team.mesh
     runner = load_runner(config, model_config, sizes, mesh, report)

@@ -245,7 +245,9 @@ class _Sockets:
             socket.bind(f"ipc://{directory / name}")
 
     def send(self, data: bytes) -> None:
-        self._outbox.send(data)
+        """Dropped where no engine is connected: one that is not there yet, or no longer, is ended by its process."""
+        with contextlib.suppress(zmq.Again):
+            self._outbox.send(data, zmq.DONTWAIT)
 
     async def receive(self) -> bytes:
         data: bytes = await self._inbox.recv()

@@ -46,6 +46,7 @@ class Team:
         meeting_place = directory or self._own_directory
         assert meeting_place is not None
         self._job = RankJob(config, meeting_place, sizes, rank=0)
+        self.is_in_step = False
         self.ranks = Ranks(self._job, config.tensor_parallel_size, on_failure)
         try:
             self.mesh = join(meeting_place, 0, config.tensor_parallel_size, JOIN_TIMEOUT_S, self.ranks.check)
@@ -57,19 +58,20 @@ class Team:
         """The runner of all ranks together; returns when all of them have loaded."""
         with _Blame(self.ranks):
             assert agree(self.mesh, self._job.digest()), "ranks were told different things"
-        return _LeadRunner(runner, self.ranks)
+        return _LeadRunner(runner, self)
 
     def close(self) -> None:
-        """Dismiss the followers and wait until they are gone."""
+        """Dismiss the followers and wait until they are gone; by force if they may be stuck in half a step."""
         self.ranks.expect_end()
-        if self.ranks.failure() is None:
-            send_array(self.mesh, _LEAVE)
-            leave()
-        self.abandon(_LEAVE_TIMEOUT_S)
+        if self.is_in_step or self.ranks.failure() is not None:
+            return self.abandon()
+        send_array(self.mesh, _LEAVE)
+        return self.abandon(_LEAVE_TIMEOUT_S)
 
     def abandon(self, timeout_s: float = 0.0) -> None:
         """End the followers, by force after `timeout_s`."""
         self.ranks.end(timeout_s)
+        leave()
         if self._own_directory is not None:
             shutil.rmtree(self._own_directory, ignore_errors=True)
 
@@ -77,13 +79,16 @@ class Team:
 class _LeadRunner:
     """Rank 0's runner, whose exchanges fail when another rank is gone."""
 
-    def __init__(self, runner: Runner, ranks: Ranks) -> None:
+    def __init__(self, runner: Runner, team: Team) -> None:
         self._runner = runner
-        self._blame = _Blame(ranks)
+        self._team = team
 
     def execute(self, plan: StepPlan) -> StepOutput:
-        with self._blame:
-            return self._runner.execute(plan)
+        self._team.is_in_step = True
+        with _Blame(self._team.ranks):
+            output = self._runner.execute(plan)
+        self._team.is_in_step = False
+        return output
 
 
 class _Blame:

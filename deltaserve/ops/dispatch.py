@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from torch import Tensor
+
 from deltaserve.core.errors import ConfigError
 
 REFERENCE = "reference"
@@ -45,8 +47,8 @@ def explain(names: Mapping[str, object], device_type: str, force: str | None = N
     return Choice(REFERENCE, f"no kernel for {device_type}")
 
 
-def choose(table: Mapping[str, T], device_type: str, force: str | None = None) -> T:
-    """The implementation to call. Cheap where the reference is alone, since decode steps make hundreds of choices."""
+def choose(table: Mapping[str, T], x: Tensor, force: str | None = None) -> T:
+    """The implementation to call on x. Cheap where the reference is alone: a decode step makes hundreds of choices."""
     if force is None and len(table) == 1:
         return table[REFERENCE]
-    return table[explain(table, device_type, force).name]
+    return table[explain(table, x.device.type, force).name]

@@ -48,8 +48,9 @@ def join(directory: Path, rank: int, size: int, timeout_s: float, check: Callabl
 
 
 def leave() -> None:
-    """Dissolve what `join` made."""
-    dist.destroy_process_group()
+    """Dissolve what `join` made, if it did."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def send_array(mesh: Mesh, array: npt.NDArray[np.int32]) -> None:

@@ -7,9 +7,10 @@ Every rank computes the same logits calls in the same order, since the exchange 
 each row with Logits.ALL in plan order, its positions in pieces of at most SCORED_PIECE (a vocabulary is too wide for a
 long prompt at once), then one call for all rows that give a token.
 
-A step may be executed again: an exception leaves nothing behind that the same plan would not write once more, and
-penalties hear of a token only when all of the step has succeeded. With several ranks an exception on one of them
-leaves the others waiting in an exchange; the processes must then end, and their launcher sees to it.
+A step is executed once. An exception or an interrupt in the middle of one leaves the rings of its rows half written
+(a fold reads entries that the same step then overwrites), so the requests of its plan must end; what other requests
+have is untouched, and new ones may take the same rows. With several ranks an exception on one of them leaves the others
+waiting in an exchange; the processes must then end, and their launcher sees to it.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class ModelRunner:
         self._sampler = Sampler(sizes.num_rows, vocab_size)
 
     def execute(self, plan: StepPlan) -> StepOutput:
-        """Rank 0: run one step, on the other ranks too. An exception means that the step has given nothing."""
+        """Rank 0: run one step, on the other ranks too. After an exception the requests of the plan must end."""
         self._sampler.retire(plan.retired)
         for admission in plan.admitted:
             self._sampler.admit(admission)

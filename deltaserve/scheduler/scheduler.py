@@ -75,6 +75,15 @@ class Scheduler:
             return None
         return TokenChunk(request_id, finish_reason=FinishReason.ERROR, error=message)
 
+    def preempt(self, request_id: int) -> bool:
+        """Push a running request back to the head of the queue, as a missing page would; whether it was running."""
+        assert self._plan_out is None, "update() with the plan that is out comes first"
+        running = self._running.get(request_id)
+        if running is None:
+            return False
+        self._requeue(running)
+        return True
+
     def schedule(self) -> StepPlan | None:
         """The next step, or None if no request can advance now (nothing to do, or a reservation was refused)."""
         assert self._plan_out is None, "update() with the plan that is out comes first"
@@ -185,15 +194,14 @@ class Scheduler:
             return False
         while self._manager.reserve(request.id, request.num_known) is None:
             victim = policy.choose_victim([running.request for running in self._running.values()])
-            self._preempt(step, self._running[victim.id])
+            self._requeue(self._running[victim.id], was_sent=not step.drop(victim.id))
             if victim is request:
                 return False
         return True
 
-    def _preempt(self, step: StepInProgress, running: RunningRequest) -> None:
-        """Back to the head of the queue with nothing but its tokens; also out of the step in the making."""
+    def _requeue(self, running: RunningRequest, was_sent: bool = True) -> None:
+        """Back to the head of the queue with nothing but its tokens."""
         request = running.request
-        was_sent = not step.drop(request.id)
         self._give_back(running, was_sent)
         request.status = RequestStatus.WAITING
         request.num_computed = 0
@@ -219,8 +227,13 @@ class Scheduler:
             self._manager.commit(row.request_id, row.cuts[-1].position if row.cuts else row.start)
 
     def _accept(self, running: RunningRequest, row: Row, output: RowOutput) -> TokenChunk | None:
-        """Take the row's new token and see whether it ends the request; None if the row stops short of known tokens."""
+        """Take the row's new token and see whether it ends the request; None if the row stops short of known tokens.
+
+        A row that failed ends its request.
+        """
         request = running.request
+        if output.error is not None:
+            return TokenChunk(request.id, finish_reason=FinishReason.ERROR, error=output.error)
         wants_prompt_logprobs = running.wants_prompt_logprobs
         if wants_prompt_logprobs:
             request.prompt_logprobs += (None, *output.prompt_logprobs) if row.start == 0 else output.prompt_logprobs

@@ -18,7 +18,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from math import ceil
 from typing import TYPE_CHECKING, TypeVar
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-DEAD_HEALTH_S = 1.0  # how long a server without an engine still answers /health
+DEAD_HEALTH_S = 2.0  # how long a server without an engine still answers /health
 LATE_RESPONSES_S = 5  # for answers to leave after the engine has stopped
 KEEP_ALIVE_S = 75
 
@@ -71,6 +71,20 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise ConfigError(f"cannot listen on {host}, port {port}: {error.strerror}; choose another --port") from None
     return listener
+
+
+def uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
+    level = settings.uvicorn_log_level
+    return uvicorn.Config(
+        app,
+        log_level=level,
+        access_log=level in ("info", "debug", "trace"),
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=ceil(settings.shutdown_timeout) + LATE_RESPONSES_S,
+    )
 
 
 class _Process:
@@ -128,30 +142,24 @@ class _Process:
         return task.result()
 
     async def _serve(self, client: Client, edge: Edge) -> int:
-        server = _Server(self._uvicorn_config(edge.application(client)))
+        config = uvicorn_config(edge.application(client), self._settings)
+        server = _Server(config, on_started=lambda: self._summarize(client, edge))
         http = asyncio.create_task(server.serve(sockets=[self._listener]))
-        self._summarize(client, edge)
+        http.add_done_callback(lambda _: self._stop.set())
         reason = await self._unless_stopped(client.wait_dead())
         if reason is not None:
             logger.error("the engine is dead: %s", reason)
             await asyncio.sleep(DEAD_HEALTH_S)
         server.should_exit = True
-        await client.shutdown(self._settings.shutdown_timeout)
+        await self._drain(client)
         await http
         return 0 if reason is None else 1
 
-    def _uvicorn_config(self, app: FastAPI) -> uvicorn.Config:
-        level = self._settings.uvicorn_log_level
-        return uvicorn.Config(
-            app,
-            log_level=level,
-            access_log=level in ("info", "debug", "trace"),
-            lifespan="off",
-            ws="none",
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=ceil(self._settings.shutdown_timeout) + LATE_RESPONSES_S,
-        )
+    async def _drain(self, client: Client) -> None:
+        timeout_s = self._settings.shutdown_timeout
+        if client.num_open:
+            self._console.print(f"stopping; {client.num_open} running requests get {timeout_s:g} s", highlight=False)
+        await client.shutdown(timeout_s)
 
     def _summarize(self, client: Client, edge: Edge) -> None:
         host, port = self._listener.getsockname()[:2]
@@ -161,6 +169,14 @@ class _Process:
 
 class _Server(uvicorn.Server):
     """uvicorn, but signals are ours: it would end the process by the signal, not with exit code 0."""
+
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_started = on_started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_started()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

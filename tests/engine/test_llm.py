@@ -143,6 +143,24 @@ def test_two_ranks_give_the_tokens_of_one_and_leave_together(llm: LLM, sample_ch
     assert team.ranks.failure() == "rank 1 exited with code 0"
 
 
+def test_after_a_broken_step_the_other_rank_ends_and_a_new_team_can_be_made(sample_checkpoint: Path) -> None:
+    """Rank 0 breaks off half-way, so that rank 1 waits in an exchange that never comes."""
+    for is_broken in (True, False):
+        teams: list[Team] = []
+        with pytest.MonkeyPatch.context() as patch, llm_with_team(patch, teams, sample_checkpoint) as two:
+            if is_broken:
+                patch.setattr("deltaserve.model.qwen3_5.Qwen3_5.logits", break_off)
+                with pytest.raises(EngineDeadError, match="ZeroDivisionError"):
+                    two.generate("a", GREEDY)
+            else:
+                assert len(two.generate("a", GREEDY)[0].token_ids) == 30
+        assert teams[0].ranks.failure() == f"rank 1 {'was ended by SIGKILL' if is_broken else 'exited with code 0'}"
+
+
+def break_off(*_: object) -> None:
+    raise ZeroDivisionError
+
+
 def llm_with_team(patch: pytest.MonkeyPatch, teams: list[Team], directory: Path) -> LLM:
     """An LLM of two ranks; the team it makes is put into `teams`."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -52,7 +52,9 @@ def recurrence(inputs: GdnInputs, round_to: torch.dtype | None = None) -> tuple[
 class Request:
     """One request on its own ring row and layer: prefills, then extends. The state at boundary b has its own slot."""
 
-    def __init__(self, inputs: GdnInputs, pools: GdnPools, *, row: int = 1, layer: int = 1, first_slot: int = 0) -> None:
+    def __init__(
+        self, inputs: GdnInputs, pools: GdnPools, *, row: int = 1, layer: int = 1, first_slot: int = 0
+    ) -> None:
         self.inputs, self.pools, self.row, self.layer, self.first_slot = inputs, pools, row, layer, first_slot
         self.position = self.boundary = 0
         self.outputs: list[Tensor] = []
@@ -149,35 +151,40 @@ def test_one_cut_is_enough(long: Long) -> None:
     assert not pools.states[0].any()
 
 
+def pack(parts: list[GdnInputs], tokens: list[Tensor]) -> list[Tensor]:
+    """q, k, v, g and beta of the named tokens of each part, one part after the other."""
+    taken = [part.take(picked) for part, picked in zip(parts, tokens, strict=True)]
+    return [torch.cat(tensors) for tensors in zip(*taken, strict=True)]
+
+
 @pytest.mark.parametrize("sizes", [SIZES, GdnSizes(num_key_heads=3, num_value_heads=3, key_size=40, value_size=24)])
 def test_rows_of_different_lengths_do_not_meet(sizes: GdnSizes) -> None:
-    lengths = [65, 1, 200, 64, 130]
+    lengths, num_new, ring_rows = [65, 1, 200, 64, 130], [5, 1, 3, 4, 5], [7, 2, 8, 1, 4]
     parts = [GdnInputs.random(n + 5, sizes, seed=n) for n in lengths]
-    expected = [recurrence(part) for part in parts]
+    expected = [recurrence(part)[0] for part in parts]
     pools = GdnPools.empty(sizes, num_slots=10, num_rows=9)
-    packed = [torch.cat(xs) for xs in zip(*(x.take(slice(n)) for x, n in zip(parts, lengths, strict=True)), strict=True)]
-    rows = prefill_rows(
-        lengths, rows=[7, 2, 8, 1, 4], cuts=[(4, 64, 9), (0, 64, 1), (2, 192, 2), (3, 64, 3), (4, 128, 4)]
-    )
-    o = gdn.prefill(*packed, *pools.layer(0), rows).split(lengths)
+    cuts = [(4, 64, 9), (0, 64, 1), (2, 192, 2), (3, 64, 3), (4, 128, 4)]
+    prompts = pack(parts, [torch.arange(n) for n in lengths])
+    o = gdn.prefill(*prompts, *pools.layer(0), prefill_rows(lengths, rows=ring_rows, cuts=cuts)).split(lengths)
     for row, n in enumerate(lengths):
-        compare(o[row], expected[row][0][:n])
-    num_new = [5, 1, 3, 4, 5]
-    tokens = [
-        x.take(torch.arange(n, n + 5).clamp(max=n + new - 1)) for x, n, new in zip(parts, lengths, num_new, strict=True)
-    ]
-    rows = extend_rows(lengths, num_new, rows=[7, 2, 8, 1, 4], slots=[1, 0, 2, 3, 4])
-    rings = [pools.ring_u[row, 0, n % 64 + new :].clone() for row, n, new in zip((7, 2, 8, 1, 4), lengths, num_new, strict=True)]
-    states = pools.states.clone()
-    o = gdn.extend(*[torch.cat(xs) for xs in zip(*tokens, strict=True)], *pools.layer(0), rows).split(5)
+        compare(o[row], expected[row][:n])
+
+    behind = [(row, 0, slice(n % 64 + new, None)) for row, n, new in zip(ring_rows, lengths, num_new, strict=True)]
+    rings_before, states_before = [pools.ring_u[place].clone() for place in behind], pools.states.clone()
+    rows = extend_rows(lengths, num_new, rows=ring_rows, slots=[1, 0, 2, 3, 4])
+    o = gdn.extend(*pack(parts, [torch.arange(n, n + 5) for n in lengths]), *pools.layer(0), rows).split(5)
     for row, (n, new) in enumerate(zip(lengths, num_new, strict=True)):
-        compare(o[row][:new], expected[row][0][n : n + new])
+        compare(o[row][:new], expected[row][n : n + new])
         assert o[row].isfinite().all()
-    assert states.view(torch.int32).equal(pools.states.view(torch.int32))
-    for ring_row, n, new, before in zip((7, 2, 8, 1, 4), lengths, num_new, rings, strict=True):
-        after = pools.ring_u[ring_row, 0, n % 64 + new :]
-        assert after.view(torch.int32).equal(before.view(torch.int32)), "padding wrote the ring"
+    for before, place in zip(rings_before, behind, strict=True):
+        assert_same_bits(pools.ring_u[place], before)
+    assert_same_bits(pools.states, states_before)
     assert pools.ring_k[[0, 3, 5, 6]].isnan().all()
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    """Equal, NaN included."""
+    assert actual.view(torch.int32).equal(expected.view(torch.int32))
 
 
 def test_decode_rows_share_a_borrowed_slot(long: Long) -> None:
@@ -257,9 +264,10 @@ def test_a_16_bit_state_is_rounded_at_every_boundary_on_every_path(long: Long, d
         request = Request(inputs, GdnPools.empty(SIZES, state_dtype=dtype))
         request.prefill(prompt)
         request.extend_to(260, width)
-        # A few elements on the edge round the other way; a path that does not round shows the whole effect.
-        assert relative_error(torch.cat(request.outputs), expected_o) < effect_on_o / 10
-        assert relative_error(request.pools.states[4, 1], expected_states[4]) < effect_on_state / 10
+        # A few elements on the edge round the other way, which later boundaries carry on.
+        # A path that does not round shows the whole effect.
+        assert relative_error(torch.cat(request.outputs), expected_o) < effect_on_o / 2
+        assert relative_error(request.pools.states[4, 1], expected_states[4]) < effect_on_state / 2
 
 
 def test_a_transposed_state_is_refused() -> None:

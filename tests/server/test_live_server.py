@@ -1,7 +1,7 @@
 """A real server process with a sample checkpoint, as clients see it: the `openai` client's tour, clients that leave,
 a drain on SIGTERM, and the death of the engine.
 
-The last two tests end a server, so each server is shared by the tests above them in this file.
+All tests up to the first SIGTERM share one server, and that one ends it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 
 @dataclass
 class Live:
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[Any]
     url: str
 
     def client(self) -> openai.OpenAI:
@@ -43,9 +43,10 @@ class Live:
         stats: dict[str, Any] = httpx.get(f"{self.url}/stats").json()
         return stats
 
-    def engine_id(self) -> int:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text("ascii").split()
-        return int(children[0])
+    def children(self) -> list[int]:
+        """Process ids; the engine is the only child."""
+        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [int(child) for child in path.read_text("ascii").split()]
 
 
 @contextmanager
@@ -67,10 +68,7 @@ def running(directory: Path, *flags: str) -> Iterator[Live]:
     reader.start()
     try:
         assert url is not None, "".join(lines)
-        live = Live(process, url[1])
-        while httpx.get(f"{live.url}/health").status_code != 200:
-            time.sleep(0.05)
-        yield live
+        yield Live(process, url[1])
     finally:
         process.kill()
         process.wait()
@@ -242,8 +240,19 @@ def test_a_dead_engine_ends_the_server(sample_checkpoint: Path) -> None:
         with httpx.stream("POST", f"{live.url}/v1/completions", json=body, timeout=60) as response:
             lines = response.iter_lines()
             assert next(lines).startswith("data: {")
-            os.kill(live.engine_id(), signal.SIGKILL)
+            os.kill(live.children()[0], signal.SIGKILL)
             rest = [line for line in lines if line]
         assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "engine_dead"
         assert httpx.get(f"{live.url}/health").status_code == 503
         assert live.process.wait(10) == 1
+
+
+def test_a_signal_while_the_engine_loads(sample_checkpoint: Path) -> None:
+    command = [sys.executable, "-m", "deltaserve.cli", "serve", str(sample_checkpoint), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        live = Live(process, "")
+        deadline_s = time.monotonic() + READY_S
+        while not live.children() and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0

@@ -2,7 +2,7 @@
 
 A page of one layer is [G, 2, 64, D]: per KV head, 64 keys, then 64 values. Attention reads pages only, never the
 fresh k and v: `write` comes first. What a page holds beyond a row's context is never read into a result, NaN included.
-Keys before position `first_key` are not seen either (the draft head has none at 0); a token before it sees itself alone.
+Keys before position `first_key` are not seen either (the draft head has none at 0); a token there sees itself alone.
 Query heads are in consecutive groups: KV head g serves query heads g * H/G .. (g + 1) * H/G - 1.
 
 Letters: T tokens, H query heads, G KV heads, D head size, P pages, R rows.
@@ -25,22 +25,21 @@ def write(k_TGD: Tensor, v_TGD: Tensor, pages: Tensor, kv_slots_T: Tensor, force
     pages [P, G, 2, 64, D] is one layer's view, float32, bfloat16 or float8_e4m3fn; values are cast, for float8 after
     clamping to its range.
     """
-    choose(IMPLEMENTATIONS, pages.device.type, force).write(k_TGD, v_TGD, pages, kv_slots_T)
+    choose(IMPLEMENTATIONS, pages, force).write(k_TGD, v_TGD, pages, kv_slots_T)
 
 
 def prefill(
     q_THD: Tensor, pages: Tensor, rows: PrefillRows, scale: float, first_key: int = 0, force: str | None = None
 ) -> Tensor:
-    """Attention of packed prefill rows -> [T, H, D] in q's dtype: position p of a row sees its positions first_key..p."""
-    return choose(IMPLEMENTATIONS, q_THD.device.type, force).prefill(q_THD, pages, rows, scale, first_key)
+    """Attention of packed prefill rows -> [T, H, D] in q's dtype: position p of a row sees positions first_key .. p."""
+    return choose(IMPLEMENTATIONS, q_THD, force).prefill(q_THD, pages, rows, scale, first_key)
 
 
 def extend(
     q_THD: Tensor, pages: Tensor, rows: ExtendRows, scale: float, first_key: int = 0, force: str | None = None
 ) -> Tensor:
-    """Attention of T = rows * width tokens -> [T, H, D] in q's dtype: token i of a row sees positions
-    first_key..start + i.
+    """Attention of T = rows * width tokens -> [T, H, D] in q's dtype: token i sees positions first_key .. start + i.
 
     A token beyond num_new of its row gets a finite output that means nothing.
     """
-    return choose(IMPLEMENTATIONS, q_THD.device.type, force).extend(q_THD, pages, rows, scale, first_key)
+    return choose(IMPLEMENTATIONS, q_THD, force).extend(q_THD, pages, rows, scale, first_key)

@@ -32,7 +32,7 @@ def prefill(
     windows [S, W-1, C] and conv_ring [R, ring width, C] are one layer's views, written in place. Positions before 0
     are what the window of slot 0 holds: zeros.
     """
-    return choose(IMPLEMENTATIONS, x_TC.device.type, force).prefill(x_TC, weight_CW, windows, conv_ring, rows)
+    return choose(IMPLEMENTATIONS, x_TC, force).prefill(x_TC, weight_CW, windows, conv_ring, rows)
 
 
 def extend(x_TC: Tensor, weight_CW: Tensor, conv_ring: Tensor, rows: ExtendRows, force: str | None = None) -> Tensor:
@@ -41,7 +41,7 @@ def extend(x_TC: Tensor, weight_CW: Tensor, conv_ring: Tensor, rows: ExtendRows,
     Tokens beyond num_new of a row get a finite output and leave the ring alone. The ring width must be at least
     W - 1 + width.
     """
-    return choose(IMPLEMENTATIONS, x_TC.device.type, force).extend(x_TC, weight_CW, conv_ring, rows)
+    return choose(IMPLEMENTATIONS, x_TC, force).extend(x_TC, weight_CW, conv_ring, rows)
 
 
 def fold(windows: Tensor, conv_ring: Tensor, rows: ExtendRows, force: str | None = None) -> None:
@@ -49,4 +49,4 @@ def fold(windows: Tensor, conv_ring: Tensor, rows: ExtendRows, force: str | None
 
     windows [S, LG, W-1, C], conv_ring [R, LG, ring width, C].
     """
-    choose(IMPLEMENTATIONS, windows.device.type, force).fold(windows, conv_ring, rows)
+    choose(IMPLEMENTATIONS, windows, force).fold(windows, conv_ring, rows)

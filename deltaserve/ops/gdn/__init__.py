@@ -39,12 +39,12 @@ def gates(
     a_TH: Tensor, b_TH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor, force: str | None = None
 ) -> tuple[Tensor, Tensor]:
     """g = -exp(A_log) * softplus(a + dt_bias) and beta = sigmoid(b): both [T, H] float32."""
-    return choose(IMPLEMENTATIONS, a_TH.device.type, force).gates(a_TH, b_TH, A_log_H, dt_bias_H)
+    return choose(IMPLEMENTATIONS, a_TH, force).gates(a_TH, b_TH, A_log_H, dt_bias_H)
 
 
 def normalize(q_TJK: Tensor, k_TJK: Tensor, force: str | None = None) -> tuple[Tensor, Tensor]:
     """x * rsqrt(sum(x^2) + 1e-6) per head, and q times K^-0.5; in the dtype of the inputs."""
-    return choose(IMPLEMENTATIONS, q_TJK.device.type, force).normalize(q_TJK, k_TJK)
+    return choose(IMPLEMENTATIONS, q_TJK, force).normalize(q_TJK, k_TJK)
 
 
 def prefill(
@@ -65,7 +65,7 @@ def prefill(
     One layer's views, written in place: states [S, H, K, V], ring_k [R, 64, J, K], ring_u [R, 64, H, V],
     ring_g [R, 64, H].
     """
-    implementation = choose(IMPLEMENTATIONS, q_TJK.device.type, force)
+    implementation = choose(IMPLEMENTATIONS, q_TJK, force)
     return implementation.prefill(q_TJK, k_TJK, v_THV, g_TH, beta_TH, states, ring_k, ring_u, ring_g, rows)
 
 
@@ -87,7 +87,7 @@ def extend(
     Ring entries beyond num_ring are never read. Tokens beyond num_new of a row get a finite output and leave the ring
     alone.
     """
-    implementation = choose(IMPLEMENTATIONS, q_TJK.device.type, force)
+    implementation = choose(IMPLEMENTATIONS, q_TJK, force)
     return implementation.extend(q_TJK, k_TJK, v_THV, g_TH, beta_TH, states, ring_k, ring_u, ring_g, rows)
 
 
@@ -99,4 +99,4 @@ def fold(
     All layers at once: states [S, LG, H, K, V], ring_k [R, LG, 64, J, K], ring_u [R, LG, 64, H, V],
     ring_g [R, LG, 64, H]. Returns at once where no row folds.
     """
-    choose(IMPLEMENTATIONS, states.device.type, force).fold(states, ring_k, ring_u, ring_g, rows)
+    choose(IMPLEMENTATIONS, states, force).fold(states, ring_k, ring_u, ring_g, rows)

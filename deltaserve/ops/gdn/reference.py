@@ -26,8 +26,11 @@ def gates(a_TH: Tensor, b_TH: Tensor, A_log_H: Tensor, dt_bias_H: Tensor) -> tup
 
 def normalize(q_TJK: Tensor, k_TJK: Tensor) -> tuple[Tensor, Tensor]:
     qk = torch.stack((q_TJK, k_TJK)).float()
-    q, k = qk.mul(qk.square().sum(-1, keepdim=True).add_(1e-6).rsqrt_()).unbind()
-    return q.mul_(q.shape[-1] ** -0.5).to(q_TJK.dtype), k.to(k_TJK.dtype)
+    norms = torch.linalg.vector_norm(qk, dim=-1, keepdim=True)
+    inverse = torch.addcmul(torch.full((), 1e-6, device=qk.device), norms, norms).rsqrt_()
+    q, k = qk.mul_(inverse).unbind()
+    q.mul_(q.shape[-1] ** -0.5)
+    return _cast(q, q_TJK.dtype), _cast(k, k_TJK.dtype)
 
 
 def extend(
@@ -44,7 +47,7 @@ def extend(
 ) -> Tensor:
     step = _decode if rows.width == 1 else _verify
     o_THV = step(q_TJK.float(), k_TJK.float(), v_THV.float(), g_TH, beta_TH, states, ring_k, ring_u, ring_g, rows)
-    return o_THV.to(v_THV.dtype)
+    return _cast(o_THV, v_THV.dtype)
 
 
 def fold(states: Tensor, ring_k: Tensor, ring_u: Tensor, ring_g: Tensor, rows: ExtendRows) -> None:
@@ -74,7 +77,7 @@ def _decode(
     """One token a row. Its k and g are in the ring before the ring's decays are formed, so these reach up to it."""
     num_key_heads, num_heads = k_RJK.shape[1], v_RHV.shape[1]
     entry = (rows.rows_R, rows.num_ring_R)
-    ring_k.index_put_(entry, k_RJK.to(ring_k.dtype))
+    ring_k.index_put_(entry, _cast(k_RJK, ring_k.dtype))
     ring_g.index_put_(entry, g_RH)
     decays_RHc = _decays_after(ring_g, rows, num_included=1)
     past_RHXV = _look_back(torch.stack((k_RJK, q_RJK), dim=2), decays_RHc, states, ring_k, ring_u, rows)
@@ -169,6 +172,11 @@ def _append(
     ring_k.index_put_(entries, k_TJK[tokens_N].to(ring_k.dtype))
     ring_u.index_put_(entries, u_THV[tokens_N])
     ring_g.index_put_(entries, g_TH[tokens_N])
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # Tensor.to takes a microsecond to find that there is nothing to do.
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _by_row(x: Tensor, rows: ExtendRows) -> Tensor:

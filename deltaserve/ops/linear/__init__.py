@@ -20,22 +20,22 @@ NVFP4_GROUP = 16  # columns that share one scale of NVFP4
 
 def linear(x_TI: Tensor, weight_OI: Tensor, force: str | None = None) -> Tensor:
     """x W^T: [..., I] and [O, I] of one dtype -> [..., O]."""
-    return choose(IMPLEMENTATIONS, x_TI.device.type, force).linear(x_TI, weight_OI)
+    return choose(IMPLEMENTATIONS, x_TI, force).linear(x_TI, weight_OI)
 
 
 def silu_mul(gate_up_T2F: Tensor, force: str | None = None) -> Tensor:
     """silu(gate) * up -> [..., F], where the gate is the first half of the last dim."""
-    return choose(IMPLEMENTATIONS, gate_up_T2F.device.type, force).silu_mul(gate_up_T2F)
+    return choose(IMPLEMENTATIONS, gate_up_T2F, force).silu_mul(gate_up_T2F)
 
 
 def dequantize_fp8_tensor(weight: Tensor, scale: Tensor, force: str | None = None) -> Tensor:
     """float8 weight of any shape times its one scale (0-d or one element)."""
-    return choose(IMPLEMENTATIONS, weight.device.type, force).dequantize_fp8_tensor(weight, scale)
+    return choose(IMPLEMENTATIONS, weight, force).dequantize_fp8_tensor(weight, scale)
 
 
 def dequantize_fp8_channel(weight_OI: Tensor, scale_O1: Tensor, force: str | None = None) -> Tensor:
     """float8 weight times a scale per row ([O, 1] or [O])."""
-    return choose(IMPLEMENTATIONS, weight_OI.device.type, force).dequantize_fp8_channel(weight_OI, scale_O1)
+    return choose(IMPLEMENTATIONS, weight_OI, force).dequantize_fp8_channel(weight_OI, scale_O1)
 
 
 def dequantize_fp8_block(weight_OI: Tensor, scale_inv: Tensor, force: str | None = None) -> Tensor:
@@ -43,7 +43,7 @@ def dequantize_fp8_block(weight_OI: Tensor, scale_inv: Tensor, force: str | None
 
     `scale_inv` [ceil(O / 128), ceil(I / 128)] is a multiplier, whatever its name in the files says.
     """
-    return choose(IMPLEMENTATIONS, weight_OI.device.type, force).dequantize_fp8_block(weight_OI, scale_inv)
+    return choose(IMPLEMENTATIONS, weight_OI, force).dequantize_fp8_block(weight_OI, scale_inv)
 
 
 def dequantize_nvfp4(
@@ -54,5 +54,5 @@ def dequantize_nvfp4(
     `scale` float8 [O, I / 16] belongs to 16 columns each. `global_scale` (one element) is a multiplier, as ModelOpt
     stores it, or with `divide` its reciprocal, as compressed-tensors stores it.
     """
-    implementation = choose(IMPLEMENTATIONS, packed.device.type, force)
+    implementation = choose(IMPLEMENTATIONS, packed, force)
     return implementation.dequantize_nvfp4(packed, scale, global_scale, divide=divide)

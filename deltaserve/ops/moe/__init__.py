@@ -19,7 +19,7 @@ def route(logits_TE: Tensor, top_k: int, renormalize: bool, force: str | None = 
     Returns weights [T, k] float32 (softmax over all experts, divided by their sum over the k where `renormalize`) and
     expert ids [T, k] int64.
     """
-    return choose(IMPLEMENTATIONS, logits_TE.device.type, force).route(logits_TE, top_k, renormalize)
+    return choose(IMPLEMENTATIONS, logits_TE, force).route(logits_TE, top_k, renormalize)
 
 
 def experts(
@@ -34,5 +34,5 @@ def experts(
 
     gate_up holds the F gate rows of an expert, then its F up rows.
     """
-    implementation = choose(IMPLEMENTATIONS, x_TD.device.type, force)
+    implementation = choose(IMPLEMENTATIONS, x_TD, force)
     return implementation.experts(x_TD, weights_Tk, experts_Tk, gate_up_E2FD, down_EDF)

@@ -15,9 +15,9 @@ IMPLEMENTATIONS = {"reference": reference}
 
 def cos_sin(positions_T: Tensor, rotary_dim: int, theta: float, force: str | None = None) -> tuple[Tensor, Tensor]:
     """cos and sin of position * theta^(-2i / rotary_dim), i < R = rotary_dim // 2: both [T, R] float32."""
-    return choose(IMPLEMENTATIONS, positions_T.device.type, force).cos_sin(positions_T, rotary_dim, theta)
+    return choose(IMPLEMENTATIONS, positions_T, force).cos_sin(positions_T, rotary_dim, theta)
 
 
 def apply_rope(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, force: str | None = None) -> Tensor:
     """Rotate pairs (i, i + R), i < R, of every head; dims from 2R on pass through. A new tensor of x's dtype."""
-    return choose(IMPLEMENTATIONS, x_THD.device.type, force).apply_rope(x_THD, cos_TR, sin_TR)
+    return choose(IMPLEMENTATIONS, x_THD, force).apply_rope(x_THD, cos_TR, sin_TR)

@@ -1,0 +1,75 @@
+"""What a runner is built from, and what is refused before anything is read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from deltaserve.cache.layout import plan_pools
+from deltaserve.core.config import CacheConfig, EngineConfig, SchedulerConfig
+from deltaserve.core.errors import CheckpointError, ConfigError
+from deltaserve.core.plan import Admission, Logits, Row, RowKind, StepPlan
+from deltaserve.core.types import SamplingParams
+from deltaserve.model.config import ModelConfig
+from deltaserve.runner.build import cache_spec, load_runner
+from deltaserve.runner.runner import ModelRunner
+
+
+def build(config: EngineConfig, model: Path) -> ModelRunner:
+    model_config = ModelConfig.from_directory(model)
+    sizes = plan_pools(cache_spec(config, model_config), config.cache, config.scheduler, 128, 1 << 30)
+    return load_runner(config, model_config, sizes)
+
+
+def config_of(model: Path) -> EngineConfig:
+    return EngineConfig(model, cache=CacheConfig(num_pages=4), scheduler=SchedulerConfig(2, 64), num_threads=1)
+
+
+def first_token(runner: ModelRunner) -> tuple[int, ...]:
+    params = SamplingParams(temperature=0.0, seed=0)
+    row = Row(1, 0, RowKind.PREFILL, 0, (7, 8, 9), 0, (1,), 0, 0, 0, (), Logits.LAST, True)
+    return runner.execute(StepPlan(0, (row,), (Admission(1, 0, (7, 8, 9), (), params, ()),))).rows[0].token_ids
+
+
+def test_bfloat16_is_refused_on_the_cpu_with_the_remedy(sample_checkpoint: Path) -> None:
+    config = replace(config_of(sample_checkpoint), dtype="bfloat16")
+    with pytest.raises(ConfigError, match="--dtype float32 or auto"):
+        cache_spec(config, ModelConfig.from_directory(sample_checkpoint))
+
+
+@pytest.mark.parametrize(("kv", "state"), [("auto", "float32"), ("bfloat16", "float16"), ("fp8_e4m3", "bfloat16")])
+def test_the_spec_keeps_kv_and_state_types_apart(kv: str, state: str, sample_checkpoint: Path) -> None:
+    config = replace(config_of(sample_checkpoint), cache=CacheConfig(kv_cache_dtype=kv, state_dtype=state))
+    spec = cache_spec(config, ModelConfig.from_directory(sample_checkpoint))
+    assert spec.kv_dtype == ("float32" if kv == "auto" else kv)
+    assert (spec.state_dtype, spec.compute_dtype) == (state, "float32")
+
+
+def test_dummy_weights_need_no_weight_files_and_follow_the_seed(sample_checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((sample_checkpoint / "config.json").read_bytes())
+    config = config_of(tmp_path)
+    with pytest.raises(CheckpointError):
+        build(config, tmp_path)
+    tokens = [first_token(build(replace(config, load_format="dummy", seed=seed), tmp_path)) for seed in (1, 1, 2, 3, 4)]
+    assert tokens[0] == tokens[1] and len(set(tokens)) > 1
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(1, 1), (2, 2)])
+def test_threads_are_those_asked_for(asked: int, expected: int, sample_checkpoint: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        build(replace(config_of(sample_checkpoint), num_threads=asked), sample_checkpoint)
+        assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_progress_ends_with_every_byte(sample_checkpoint: Path) -> None:
+    config, model_config = config_of(sample_checkpoint), ModelConfig.from_directory(sample_checkpoint)
+    sizes = plan_pools(cache_spec(config, model_config), config.cache, config.scheduler, 128, 1 << 30)
+    told: list[tuple[int, int]] = []
+    load_runner(config, model_config, sizes, progress=lambda done, total: told.append((done, total)))
+    assert told == sorted(told) and told[-1][0] == told[-1][1] > 0
