@@ -89,7 +89,9 @@ class CacheConfig:
     def __post_init__(self) -> None:
         sizes = (self.num_pages, self.kv_cache_memory_bytes, self.mean_sequence_tokens)
         if sum(size is not None for size in sizes) > 1:
-            raise ConfigError("give one of --num-pages, --kv-cache-memory-bytes and --mean-sequence-tokens, not several")
+            raise ConfigError(
+                "give one of --num-pages, --kv-cache-memory-bytes and --mean-sequence-tokens, not several"
+            )
         _check_choice("--kv-cache-dtype", self.kv_cache_dtype, ("auto", "bfloat16", "fp8_e4m3"))
         _check_choice("--mamba-ssm-cache-dtype", self.state_dtype, ("float32", "float16", "bfloat16"))
         if not 0 < self.memory_utilization <= 1:

@@ -101,7 +101,7 @@ class Engine:
         return self._scheduler.has_work
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, request_id: int | None = None) -> int:
-        """Queue a request and return its id, which must be larger than every one before (None: the next one).
+        """Queue a request and return its id, which no request may have had before (None: above all before).
 
         Raises RequestError (or ContextLengthError) if it cannot be served, and then nothing has changed.
         """
@@ -110,7 +110,6 @@ class Engine:
         if params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(63))
         request_id = self._last_id + 1 if request_id is None else request_id
-        assert request_id > self._last_id, (request_id, self._last_id)
         eos_ids = () if params.ignore_eos else self.info.eos_ids
         self._scheduler.add(
             Request(
@@ -121,7 +120,7 @@ class Engine:
                 arrival_s=time.monotonic(),
             )
         )
-        self._last_id = request_id
+        self._last_id = max(self._last_id, request_id)
         self._num_requests += 1
         self._unreported[request_id] = len(prompt_ids)
         return request_id

@@ -168,6 +168,17 @@ def test_every_way_out_aborts(run: Run[Any], client: Client, way: str) -> None:
     run(leave())
 
 
+def test_requests_may_be_read_in_another_order_than_made(
+    run: Run[Any], client: Client, expected: list[tuple[int, ...]]
+) -> None:
+    async def backwards() -> None:
+        made = [client.generate(ids, GREEDY) for ids in PROMPTS]
+        for chunks, tokens in reversed(list(zip(made, expected, strict=True))):
+            assert (await collect(chunks)).token_ids == tokens
+
+    run(backwards())
+
+
 def test_a_request_that_nobody_reads_is_never_sent(run: Run[Any], client: Client) -> None:
     async def unread() -> None:
         before = (await client.stats()).num_requests

@@ -130,6 +130,13 @@ def test_a_wrong_request_changes_nothing() -> None:
     assert len(ids_of(drain(engine)[kept])) == 5
 
 
+def test_ids_may_come_in_any_order() -> None:
+    engine = make_engine()
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    given = [engine.submit((1,), params, request_id) for request_id in (7, 3, None, 5)]
+    assert given == [7, 3, 8, 5] and drain(engine).keys() == set(given)
+
+
 def test_unseeded_requests_get_different_seeds_and_the_same_ones_after_a_restart() -> None:
     def seeds() -> list[int | None]:
         plans: list[StepPlan] = []

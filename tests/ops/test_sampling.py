@@ -115,6 +115,7 @@ def test_top_is_the_order_by_logit_then_id(vocab: int, k: int) -> None:
         logits = (random_logits(9, vocab) * scale).round() / scale
         logits[1] = 0.0
         logits[2, : vocab // 2] = -0.0
+        logits[3, -2:] = 50.0
         ids, values = order.top(logits, k)
         for row in range(len(logits)):
             expected = np.lexsort((np.arange(vocab), -logits[row].numpy()))[:k]
@@ -198,6 +199,14 @@ def test_each_rule_narrows_the_choice_as_it_should() -> None:
     assert chosen(temperature=0.001) == {0}
     assert len(chosen(temperature=50.0, top_k=64)) == 64
     assert chosen(min_p=0.5, top_k=10, top_p=0.4) == {0, 1}
+
+
+def test_top_p_counts_the_mass_of_tokens_too_light_to_be_kept() -> None:
+    """Weights 0.5, 0.26, 0.15 and a tail of 0.09: the third begins at 0.76, below 0.8 of all but not of the heavy."""
+    weights = torch.cat((torch.tensor([0.5, 0.26, 0.15]), torch.full((1997,), 0.09 / 1997)))
+    logits = weights.log().expand(400, -1).contiguous()
+    rules = make_rules([(1.0, 0, 0.8, 0.0)] * 400, [6] * 400, list(range(400)))
+    assert set(sampling.sample(logits, rules)[0].tolist()) == {0, 1, 2}
 
 
 def test_top_k_of_the_vocabulary_or_more_is_off() -> None:

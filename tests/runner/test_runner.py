@@ -165,19 +165,22 @@ def test_a_step_that_failed_costs_the_requests_in_it_and_no_others(failing_step:
 
 
 @pytest.mark.parametrize(
-    "params", [GREEDY, replace(GREEDY, prompt_logprobs=1), DRAWN], ids=["greedy", "prompt", "drawn"]
+    ("params", "position"),
+    [(GREEDY, 69), (DRAWN, 69), (replace(GREEDY, prompt_logprobs=1), 69), (replace(GREEDY, prompt_logprobs=1), 66)],
+    ids=["greedy", "drawn", "prompt, last", "prompt, inside"],
 )
-def test_nan_logits_end_one_request_with_an_error(params: SamplingParams, sample_checkpoint: Path) -> None:
-    """The second request's last prompt position gives NaN; the others and a later one are as without it."""
+def test_nan_logits_end_one_request_with_an_error(
+    params: SamplingParams, position: int, sample_checkpoint: Path
+) -> None:
+    """One prompt position of the second request gives NaN; its neighbours and a later request are as without it."""
     prompts = [prompt_of(n) for n in (40, 70, 64)]
     expected = answers(Loop(sample_checkpoint), prompts, params)
-    loop = Loop(sample_checkpoint)
-    spy = spied(loop)
     probe = Loop(sample_checkpoint)
     probe_spy = spied(probe)
-    answers(probe, [prompts[1]], GREEDY)
-    bad_hidden = next(hidden for call, hidden in probe_spy.calls if call == "logits")[-1]
-    spy.is_bad = lambda hidden: (hidden - bad_hidden).abs().amax(dim=1) < 1e-4
+    answers(probe, [prompts[1]], replace(GREEDY, prompt_logprobs=0))
+    bad_hidden = torch.cat([hidden for call, hidden in probe_spy.calls if call == "logits"])[position]
+    loop = Loop(sample_checkpoint)
+    spied(loop).is_bad = lambda hidden: (hidden - bad_hidden).abs().amax(dim=1) < 1e-4
     found = answers(loop, prompts, params)
     assert [found[0], found[2]] == [expected[0], expected[2]]
     (chunk,) = loop.chunks[1]

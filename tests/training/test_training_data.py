@@ -1,4 +1,4 @@
-"""The training data: rendered as the chat template renders, encoded as the tokenizer encodes, kept apart, repeatable."""
+"""The training data: rendered as the template renders, encoded as the tokenizer encodes, kept apart, repeatable."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_thinks_only_when_asked_to() -> None:
 
 def test_encodes_as_the_tokenizer_does(encoder: Encoder) -> None:
     texts = ["".join(text for text, _ in made.parts()) for made in conversations("train", 5)]
-    texts += ["it's  two   blanks \n\n and\ttabs...\n<|im_end|>?<think>", "naïve café", " <tool_call>\n<function=x>", ""]
+    texts += ["it's  two   blanks \n\n and\ttabs...\n<|im_end|>?<think>", "naïve café", " <tool_call>\n<x>", ""]
     for text in texts:
         assert encoder(text) == encoder.tokenizer.encode(text, add_special_tokens=False).ids
 
