@@ -2,11 +2,11 @@
 
 What a row means depends on its kind, never on its token count (a prompt of two tokens is still a prefill):
 
-| kind    | starts                                | reads              | writes |
-| ------- | ------------------------------------- | ------------------ | ---------------------------------------------- |
-| PREFILL | on a boundary, ring empty             | state at `slot_in` | state at every cut; the tail goes to the ring |
-| DECODE  | anywhere, `num_ring` tokens past      | state, ring        | one ring entry |
-| VERIFY  | as DECODE, with drafts after it       | state, ring        | ring entries, of which the accepted ones count |
+| kind    | starts                           | reads              | writes                                         |
+| ------- | -------------------------------- | ------------------ | ---------------------------------------------- |
+| PREFILL | on a boundary, ring empty        | state at `slot_in` | state at every cut; the tail goes to the ring  |
+| DECODE  | anywhere, `num_ring` tokens past | state, ring        | one ring entry                                 |
+| VERIFY  | as DECODE, with drafts after it  | state, ring        | ring entries, of which the accepted ones count |
 
 A row whose ring is full (`num_ring` == BLOCK) is folded first: state of `slot_in` and the ring go to `slot_out`,
 and the row continues with an empty ring on `slot_out`. Slot EMPTY_SLOT is the snapshot of the empty prefix (all

@@ -44,6 +44,10 @@ class Block(nn.Module):
         if name in self._modules or name in self._parameters:
             self.__dict__[name] = value
 
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        self.__dict__.pop(name, None)
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Moving a module to a device or dtype puts new parameters in place without setting the attributes."""
         super()._apply(fn, recurse)
@@ -57,9 +61,18 @@ class Linear(Block):
     def __init__(self, shape: tuple[int, int], mesh: Mesh, dtype: torch.dtype, split: Split | None = None) -> None:
         super().__init__()
         self.weight = Parameter(shape, dtype, split, mesh.rank, mesh.size)
+        self.multiply: linear.Product = self._multiply_as_loaded
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear.linear(x, self.weight)
+    def prepare(self) -> None:
+        """Keep the weight only in the layout that multiplies fastest."""
+        self.multiply = linear.pack(self.weight)
+        del self.weight
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.multiply(x_TD)
+
+    def _multiply_as_loaded(self, x_TD: Tensor) -> Tensor:
+        return linear.linear(x_TD, self.weight)
 
 
 class Norm(Block):

@@ -14,7 +14,7 @@ from torch import Tensor
 from deltaserve.model.config import ModelConfig
 from deltaserve.model.layers import Block, DenseFfn, Linear
 from deltaserve.model.params import Parameter, Section, Split
-from deltaserve.ops import moe
+from deltaserve.ops import linear, moe
 from deltaserve.parallel.mesh import Mesh
 
 
@@ -28,6 +28,11 @@ class Experts(Block):
         by_column, by_row = Split(1, (columns, columns)), Split(2, (columns,))
         self.gate_up = Parameter((num, 2 * width, hidden), dtype, by_column, mesh.rank, mesh.size)
         self.down = Parameter((num, hidden, width), dtype, by_row, mesh.rank, mesh.size)
+
+    def prepare(self) -> None:
+        """Lay the weights out as they are read fastest; shapes and values stay."""
+        self.gate_up.data = linear.swap(self.gate_up.data)
+        self.down.data = linear.swap(self.down.data)
 
     def forward(self, x_TD: Tensor, weights_Tk: Tensor, experts_Tk: Tensor) -> Tensor:
         return moe.experts(x_TD, weights_Tk, experts_Tk, self.gate_up, self.down)

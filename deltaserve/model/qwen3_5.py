@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from deltaserve.core.errors import ConfigError
 from deltaserve.model.config import GDN, ModelConfig
 from deltaserve.model.inputs import BatchInputs
-from deltaserve.model.layers import Attention, Block, DecoderLayer, Embedding, GatedDeltaNet, Head, Norm
-from deltaserve.model.moe import feed_forward
+from deltaserve.model.layers import Attention, Block, DecoderLayer, Embedding, GatedDeltaNet, Head, Linear, Norm
+from deltaserve.model.moe import Experts, feed_forward
 from deltaserve.model.mtp import DraftHead, fold_hiddens, keep_hiddens
 from deltaserve.model.params import Parameter
 from deltaserve.model.rope import Rotary
@@ -36,6 +36,12 @@ class Qwen3_5(Block):
         self.norm = Norm(config.hidden_size, config, mesh)
         self.lm_head = Head(_head_weight(config, self.embed, mesh, dtype), mesh)
         self.mtp = DraftHead(config, mesh, dtype) if config.num_mtp_layers else None
+
+    def prepare(self) -> None:
+        """Lay the loaded weights out for this device's products. Once, after loading; changes no values."""
+        for module in self.modules():
+            if isinstance(module, Linear | Experts):
+                module.prepare()
 
     def forward(self, inputs: BatchInputs) -> Tensor:
         """Hidden [T, D] after the final norm. Writes KV, rings, states at cuts; folds first."""

@@ -59,5 +59,6 @@ def load_runner(
         fill_dummy(model, config.seed)
     else:
         load_weights(model, model_config, config.model, mesh, progress)
+    model.prepare()
     pools = allocate(sizes.spec, sizes)
     return ModelRunner(model, pools, sizes, model_config.vocab_size, mesh, config.debug_checks)

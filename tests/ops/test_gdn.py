@@ -68,6 +68,7 @@ class Request:
         slots_in = [self.slot(self.position)]
         rows = prefill_rows([num_tokens], starts=[self.position], rows=[self.row], slots_in=slots_in, cuts=cuts)
         self.outputs.append(gdn.prefill(*self.inputs.take(tokens), *self.pools.layer(self.layer), rows))
+        assert self.outputs[-1].is_contiguous()
         self.position += num_tokens
         self.boundary = self.position // 64 * 64
 
@@ -87,6 +88,7 @@ class Request:
         tokens = torch.arange(self.position, self.position + rows.width) % len(self.inputs.v)
         o = gdn.extend(*self.inputs.take(tokens), *self.pools.layer(self.layer), rows)
         assert o.isfinite().all()
+        assert o.is_contiguous()
         self.outputs.append(o[:num_new])
         self.position += num_new
 

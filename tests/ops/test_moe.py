@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -31,32 +31,46 @@ def naive(x_TD: Tensor, weights_Tk: Tensor, experts_Tk: Tensor) -> Tensor:
     return y_TD
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 65, 130])
-def test_experts_are_the_naive_loop(num_tokens: int) -> None:
+def other_way_round(weight: Tensor) -> Tensor:
+    """The same matrices with rows and columns swapped in memory."""
+    return weight.mT.contiguous().mT
+
+
+LAYOUTS = [torch.clone, other_way_round]
+
+
+@pytest.mark.parametrize("lay", LAYOUTS)
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 16, 17, 65, 130])
+def test_experts_are_the_naive_loop(num_tokens: int, lay: Callable[[Tensor], Tensor]) -> None:
     draw = generator(num_tokens)
     x = torch.randn(num_tokens, WIDTH, generator=draw)
     weights, experts = moe.route(torch.randn(num_tokens, EXPERTS, generator=draw), TOP_K, renormalize=True)
-    compare(moe.experts(x, weights, experts, GATE_UP, DOWN), naive(x, weights, experts))
+    compare(moe.experts(x, weights, experts, lay(GATE_UP), lay(DOWN)), naive(x, weights, experts))
 
 
-def test_only_chosen_experts_are_touched() -> None:
-    gate_up, down = GATE_UP.clone(), DOWN.clone()
+@pytest.mark.parametrize("lay", LAYOUTS)
+def test_only_chosen_experts_are_touched(lay: Callable[[Tensor], Tensor]) -> None:
+    gate_up, down = lay(GATE_UP), lay(DOWN)
     gate_up[[0, 3, 6]] = torch.nan
     down[[0, 3, 6]] = torch.nan
-    for num_tokens in (1, 9):
+    for num_tokens in (1, 9, 20):
         x = torch.randn(num_tokens, WIDTH, generator=generator(num_tokens))
         experts = torch.tensor([[5, 1, 2]]).expand(num_tokens, 3)
         weights = torch.rand(num_tokens, 3, generator=generator(0))
         compare(moe.experts(x, weights, experts, gate_up, down), naive(x, weights, experts))
 
 
-def test_a_token_gets_the_same_alone_and_in_a_batch() -> None:
-    x = torch.randn(9, WIDTH, generator=generator(0))
-    weights, experts = moe.route(torch.randn(9, EXPERTS, generator=generator(1)), TOP_K, renormalize=True)
-    together = moe.experts(x, weights, experts, GATE_UP, DOWN)
-    for t in range(9):
-        row = slice(t, t + 1)
-        compare(moe.experts(x[row], weights[row], experts[row], GATE_UP, DOWN), together[row])
+@pytest.mark.parametrize("lay", LAYOUTS)
+def test_a_token_gets_the_same_alone_and_in_a_batch(lay: Callable[[Tensor], Tensor]) -> None:
+    matrices = lay(GATE_UP), lay(DOWN)
+    x = torch.randn(20, WIDTH, generator=generator(0))
+    weights, experts = moe.route(torch.randn(20, EXPERTS, generator=generator(1)), TOP_K, renormalize=True)
+    for num_tokens in (9, 20):
+        first = slice(0, num_tokens)
+        together = moe.experts(x[first], weights[first], experts[first], *matrices)
+        for t in range(num_tokens):
+            row = slice(t, t + 1)
+            compare(moe.experts(x[row], weights[row], experts[row], *matrices), together[row])
 
 
 def test_16_bit_inputs() -> None:

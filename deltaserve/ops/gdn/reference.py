@@ -116,8 +116,9 @@ def _verify(
     among_k_RHww, among_q_RHww = weights_RH2ww.unbind(2)
     rhs_RHwV = (v_RHwV - past_k_RHwV).mul_(beta_RHw1)
     u_RHwV = torch.linalg.solve_triangular(among_k_RHww * beta_RHw1, rhs_RHwV, upper=False, unitriangular=True)
-    _append(ring_k, ring_u, ring_g, k_TJK, u_RHwV.transpose(1, 2).reshape(v_THV.shape), g_TH, rows)
-    return (past_q_RHwV + torch.matmul(among_q_RHww, u_RHwV)).transpose(1, 2).reshape(v_THV.shape)
+    o_RHwV = past_q_RHwV + torch.matmul(among_q_RHww, u_RHwV)
+    _append(ring_k, ring_u, ring_g, k_TJK, u_RHwV.transpose(1, 2).flatten(0, 1), g_TH, rows)
+    return o_RHwV.transpose(1, 2).flatten(0, 1).contiguous()
 
 
 def _look_back(

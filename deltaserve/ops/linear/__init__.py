@@ -12,6 +12,19 @@ from torch import Tensor
 
 from deltaserve.ops.dispatch import choose
 from deltaserve.ops.linear import reference
+from deltaserve.ops.linear.packed import Product, pack, swap
+
+__all__ = [
+    "Product",
+    "dequantize_fp8_block",
+    "dequantize_fp8_channel",
+    "dequantize_fp8_tensor",
+    "dequantize_nvfp4",
+    "linear",
+    "pack",
+    "silu_mul",
+    "swap",
+]
 
 IMPLEMENTATIONS = {"reference": reference}
 FP8_BLOCK = 128  # rows, and columns, that share one scale of block FP8

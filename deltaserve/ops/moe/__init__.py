@@ -32,7 +32,8 @@ def experts(
 ) -> Tensor:
     """Sum over the k chosen experts of weight * down(silu(gate x) * (up x)) -> [T, D] in x's dtype.
 
-    gate_up holds the F gate rows of an expert, then its F up rows.
+    gate_up holds the F gate rows of an expert, then its F up rows. On the CPU few tokens run about twice as fast where
+    an expert's matrix lies the other way round in memory ([E, D, 2F] and [E, F, D], given as transposed views).
     """
     implementation = choose(IMPLEMENTATIONS, x_TD, force)
     return implementation.experts(x_TD, weights_Tk, experts_Tk, gate_up_E2FD, down_EDF)

@@ -1,10 +1,17 @@
-"""Routing and experts in plain torch. See the package for shapes."""
+"""Routing and experts in plain torch. See the package for shapes.
+
+The outputs of a token's experts are summed in the order of its routing, whatever the batch, so that nothing depends on
+which tokens it came with but the rounding inside the products.
+"""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+# Up to here reading an expert once per token costs less than sorting, and the products of so few tokens.
+FEW_TOKENS = 16
 
 
 def route(logits_TE: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -16,22 +23,56 @@ def route(logits_TE: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Ten
 
 
 def experts(x_TD: Tensor, weights_Tk: Tensor, experts_Tk: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor) -> Tensor:
-    if x_TD.shape[0] == 1:
-        return _one_token(x_TD[0], weights_Tk, experts_Tk[0].tolist(), gate_up_E2FD, down_EDF)
-    by_expert = experts_Tk.flatten().argsort(stable=True)
-    counts = torch.bincount(experts_Tk.flatten(), minlength=gate_up_E2FD.shape[0]).tolist()
-    x_per_expert = x_TD.index_select(0, by_expert // experts_Tk.shape[1]).split(counts)
-    h_nF = _swiglu(_each_expert(x_per_expert, gate_up_E2FD))
-    y_nD = _each_expert(h_nF.split(counts), down_EDF)
-    back = torch.empty_like(by_expert).scatter_(0, by_expert, torch.arange(len(by_expert), device=by_expert.device))
-    y_TkD = y_nD.index_select(0, back).unflatten(0, experts_Tk.shape)
-    return torch.bmm(weights_Tk.unsqueeze(1), y_TkD.float()).squeeze(1).to(x_TD.dtype)
+    if x_TD.shape[0] <= FEW_TOKENS and _are_rows(gate_up_E2FD) and _are_rows(down_EDF):
+        y_TkD = _few_tokens(x_TD, experts_Tk, gate_up_E2FD, down_EDF)
+    elif x_TD.shape[0] == 1:
+        y_TkD = _one_token(x_TD[0], experts_Tk[0].tolist(), gate_up_E2FD, down_EDF)
+    else:
+        y_TkD = _sorted(x_TD, experts_Tk, gate_up_E2FD, down_EDF)
+    y_TD = torch.bmm(weights_Tk.unsqueeze(1), y_TkD.float()).squeeze(1)
+    return y_TD if y_TD.dtype == x_TD.dtype else y_TD.to(x_TD.dtype)
 
 
-def _one_token(x_D: Tensor, weights_1k: Tensor, ids: list[int], gate_up_E2FD: Tensor, down_EDF: Tensor) -> Tensor:
+def _are_rows(weight_Eoi: Tensor) -> bool:
+    """True for the layout (an expert's inputs are rows in memory), dtype and device that _few_tokens is for."""
+    return weight_Eoi.mT.is_contiguous() and weight_Eoi.dtype == torch.float32 and weight_Eoi.device.type == "cpu"
+
+
+def _few_tokens(x_TD: Tensor, experts_Tk: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor) -> Tensor:
+    """[T, k, D]: a product as a weighted sum of the expert's rows, all pairs of token and expert in one call.
+
+    embedding_bag reads rows ahead; a matrix-vector product of this size waits for each of them.
+    """
+    pairs = experts_Tk.flatten()
+    x_nD = x_TD.repeat_interleave(experts_Tk.shape[1], dim=0)
+    h_nF = _swiglu(_weighted_rows(x_nD, pairs, gate_up_E2FD))
+    return _weighted_rows(h_nF, pairs, down_EDF).unflatten(0, experts_Tk.shape)
+
+
+def _weighted_rows(x_ni: Tensor, experts_n: Tensor, weight_Eoi: Tensor) -> Tensor:
+    """[n, o]: x times the expert's matrix, one expert for each x."""
+    num_inputs = x_ni.shape[1]
+    rows_ni = (experts_n * num_inputs).unsqueeze(1) + torch.arange(num_inputs)
+    return F.embedding_bag(rows_ni, weight_Eoi.mT.flatten(0, 1), per_sample_weights=x_ni, mode="sum")
+
+
+def _one_token(x_D: Tensor, ids: list[int], gate_up_E2FD: Tensor, down_EDF: Tensor) -> Tensor:
+    """[1, k, D]"""
     h_kF = _swiglu(torch.stack([torch.mv(gate_up_E2FD[expert], x_D) for expert in ids]))
     y_kD = torch.stack([torch.mv(down_EDF[expert], h_F) for expert, h_F in zip(ids, h_kF.unbind(), strict=True)])
-    return torch.mm(weights_1k, y_kD.float()).to(x_D.dtype)
+    return y_kD.unsqueeze(0)
+
+
+def _sorted(x_TD: Tensor, experts_Tk: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor) -> Tensor:
+    """[T, k, D]: pairs of token and expert in order of experts, a product per expert, and back."""
+    pairs = experts_Tk.flatten()
+    by_expert = pairs.argsort(stable=True)
+    counts = torch.bincount(pairs, minlength=gate_up_E2FD.shape[0]).tolist()
+    x_per_expert = x_TD.index_select(0, by_expert // experts_Tk.shape[1]).split_with_sizes(counts)
+    h_nF = _swiglu(_each_expert(x_per_expert, gate_up_E2FD))
+    y_nD = _each_expert(h_nF.split_with_sizes(counts), down_EDF)
+    back = torch.empty_like(by_expert).scatter_(0, by_expert, torch.arange(len(by_expert), device=by_expert.device))
+    return y_nD.index_select(0, back).unflatten(0, experts_Tk.shape)
 
 
 def _each_expert(x_per_expert: tuple[Tensor, ...], weight_Eoi: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ logits, before all of them.
 
     z = (logit - max) / temperature
     min_p   keeps z >= log(min_p), that is p >= min_p * p_max
-    top_k   keeps the k first in the order of `order.py` (ties: lowest id)
+    top_k   keeps the k first in the order of `order.py` (ties: lowest id; vLLM keeps all that equal the k-th)
     top_p   over what is left, renormalised: keeps a token if those before it hold less than top_p of the mass
     draw    argmax of z + Gumbel noise of (seed, position, token) over what is left: see `noise.py`
 
