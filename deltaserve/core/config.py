@@ -129,7 +129,7 @@ class EngineConfig:
     seed: int = 0
     tensor_parallel_size: int = 1
     num_threads: int | None = None
-    debug_checks: bool = False  # run check() of every owner after each step, fill freed memory with NaN
+    debug_checks: bool = False  # run check() of every owner after each step, fill retired rows with NaN
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 

@@ -16,7 +16,7 @@ from deltaserve.core.config import DTYPE_BYTES, EngineConfig
 from deltaserve.core.errors import ConfigError
 from deltaserve.engine.info import EngineInfo
 from deltaserve.engine.loop import Engine, Runner
-from deltaserve.engine.machine import available_memory_bytes, num_threads
+from deltaserve.engine.machine import available_memory_bytes, keep_freed_memory, num_threads
 from deltaserve.engine.team import Team
 from deltaserve.engine.tokenizer import read_eos_ids
 from deltaserve.model.config import ModelConfig
@@ -55,6 +55,7 @@ def build_engine(
     them is gone. Raises ConfigError or CheckpointError for what the user can change, EngineDeadError if another rank
     failed.
     """
+    keep_freed_memory()
     config = replace(config, num_threads=num_threads(config.num_threads))
     model_config = ModelConfig.from_directory(config.model)
     sizes = size_pools(config, model_config)
@@ -64,7 +65,7 @@ def build_engine(
         team = Team(config, sizes, directory, on_rank_failure)
         timeline.mark("ranks")
     try:
-        runner = _load(config, model_config, sizes, team, timeline, progress)
+        runner, notes = _load(config, model_config, sizes, team, timeline, progress)
     except BaseException:
         if team is not None:
             team.abandon()
@@ -75,7 +76,7 @@ def build_engine(
         Scheduler(config.scheduler, manager, sizes.max_model_len),
         manager,
         runner,
-        _info(config, model_config, sizes, timeline),
+        _info(config, model_config, sizes, timeline, notes),
         seed=config.seed,
         debug_checks=config.debug_checks,
         on_close=None if team is None else team.close,
@@ -89,7 +90,7 @@ def _load(
     team: Team | None,
     timeline: Timeline,
     progress: Progress | None,
-) -> Runner:
+) -> tuple[Runner, tuple[str, ...]]:
     def report(num_done: int, num_all: int) -> None:
         if progress is not None:
             progress("weights", num_done / max(num_all, 1))
@@ -97,11 +98,13 @@ def _load(
             timeline.mark("weights")
 
     mesh = SINGLE if team is None else team.mesh
-    runner = load_runner(config, model_config, sizes, mesh, report)
-    return runner if team is None else team.lead(runner)
+    runner, notes = load_runner(config, model_config, sizes, mesh, report)
+    return (runner if team is None else team.lead(runner)), notes
 
 
-def _info(config: EngineConfig, model_config: ModelConfig, sizes: PoolSizes, timeline: Timeline) -> EngineInfo:
+def _info(
+    config: EngineConfig, model_config: ModelConfig, sizes: PoolSizes, timeline: Timeline, notes: tuple[str, ...]
+) -> EngineInfo:
     return EngineInfo(
         model_type=model_config.model_type,
         max_model_len=sizes.max_model_len,
@@ -113,6 +116,7 @@ def _info(config: EngineConfig, model_config: ModelConfig, sizes: PoolSizes, tim
         num_ranks=config.tensor_parallel_size,
         num_threads=config.num_threads or 1,
         pools=sizes.summary(),
+        notes=notes,
         timings_s=timeline.stages_s,
     )
 

@@ -11,8 +11,9 @@ from deltaserve.engine.admission import Limits
 class EngineInfo:
     """What stays as it is from the start on.
 
-    `num_pages` and `num_slots` count what requests can hold, the reserved ones apart. `pools` are sentences for
-    people. `eos_ids` end a request unless it ignores them. `timings_s` says where the start went, in order.
+    `num_pages` and `num_slots` count what requests can hold, the reserved ones apart. `pools` and `notes` (on the
+    checkpoint) are sentences for people. `eos_ids` end a request unless it ignores them. `timings_s` says where the
+    start went, in order.
     """
 
     model_type: str
@@ -25,6 +26,7 @@ class EngineInfo:
     num_ranks: int = 1
     num_threads: int = 1
     pools: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     timings_s: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -94,7 +94,7 @@ def _obey(engine: Engine, link: Link, message: messages.Submit | messages.Abort 
 def _print_start(engine: Engine) -> None:
     stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in engine.info.timings_s.items())
     total_s = sum(engine.info.timings_s.values())
-    for line in (*engine.info.pools, f"engine ready in {total_s:.2f} s ({stages})"):
+    for line in (*engine.info.notes, *engine.info.pools, f"engine ready in {total_s:.2f} s ({stages})"):
         sys.stderr.write(f"{line}\n")
 
 

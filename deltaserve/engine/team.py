@@ -22,6 +22,7 @@ from deltaserve.core.errors import EngineDeadError
 from deltaserve.core.plan import StepOutput, StepPlan
 from deltaserve.engine.launch import RankJob, Ranks, make_private_directory
 from deltaserve.engine.loop import Runner
+from deltaserve.engine.machine import keep_freed_memory
 from deltaserve.model.config import ModelConfig
 from deltaserve.parallel.group import agree, join, leave, receive_array, send_array
 from deltaserve.runner.build import load_runner
@@ -113,7 +114,8 @@ def follow(job: RankJob) -> None:
     """The life of ranks 1, 2, ...; returns when rank 0 dismisses them."""
     model_config = ModelConfig.from_directory(job.config.model)
     mesh = join(job.directory, job.rank, job.config.tensor_parallel_size, JOIN_TIMEOUT_S)
-    runner = load_runner(job.config, model_config, job.sizes, mesh, None)
+    keep_freed_memory()
+    runner, _ = load_runner(job.config, model_config, job.sizes, mesh, None)
     assert agree(mesh, job.digest()), "ranks were told different things"
     while len(plan := receive_array(mesh)):
         runner.follow(plan)

@@ -119,10 +119,19 @@ class Head(Block):
         super().__init__()
         self.mesh = mesh
         self.weight = weight
+        self.multiply: linear.Product = self._multiply_as_loaded
+
+    def prepare(self) -> None:
+        """As Linear's; a token table that is the head too stays beside it."""
+        self.multiply = linear.pack(self.weight)
+        del self.weight
 
     def forward(self, hidden_TD: Tensor) -> Tensor:
         """[T, vocabulary] float32, the same on every rank."""
-        return self.mesh.all_gather(linear.linear(hidden_TD, self.weight).float())
+        return self.mesh.all_gather(self.multiply(hidden_TD).float())
+
+    def _multiply_as_loaded(self, hidden_TD: Tensor) -> Tensor:
+        return linear.linear(hidden_TD, self.weight)
 
 
 class Conv(Block):
@@ -132,6 +141,10 @@ class Conv(Block):
         super().__init__()
         shape = (config.conv_channels, config.conv_width)
         self.weight = Parameter(shape, dtype, Split(0, _gdn_sections(config)), mesh.rank, mesh.size)
+
+    def prepare(self) -> None:
+        """One tap after the other in memory, as the op reads them; shape and values stay."""
+        self.weight.data = linear.swap(self.weight.data)
 
 
 def _gdn_sections(config: ModelConfig) -> tuple[Section, Section, Section]:

@@ -73,6 +73,14 @@ class LoadPlan:
     def num_bytes(self) -> int:
         return sum(job.num_bytes for job in self.jobs)
 
+    def summary(self) -> tuple[str, ...]:
+        """Sentences for people: what is not read and why, and where the config and the tensors differ."""
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in self.skipped.items():
+            by_reason.setdefault(reason, []).append(name)
+        unread = (f"not read: {len(found)} tensors, such as {found[0]} ({why})" for why, found in by_reason.items())
+        return (*unread, *self.notes)
+
     def check(self) -> None:
         """Raises CheckpointError with everything that is wrong."""
         if self.problems:

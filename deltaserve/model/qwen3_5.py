@@ -14,7 +14,17 @@ from torch import Tensor, nn
 from deltaserve.core.errors import ConfigError
 from deltaserve.model.config import GDN, ModelConfig
 from deltaserve.model.inputs import BatchInputs
-from deltaserve.model.layers import Attention, Block, DecoderLayer, Embedding, GatedDeltaNet, Head, Linear, Norm
+from deltaserve.model.layers import (
+    Attention,
+    Block,
+    Conv,
+    DecoderLayer,
+    Embedding,
+    GatedDeltaNet,
+    Head,
+    Linear,
+    Norm,
+)
 from deltaserve.model.moe import Experts, feed_forward
 from deltaserve.model.mtp import DraftHead, fold_hiddens, keep_hiddens
 from deltaserve.model.params import Parameter
@@ -40,7 +50,7 @@ class Qwen3_5(Block):
     def prepare(self) -> None:
         """Lay the loaded weights out for this device's products. Once, after loading; changes no values."""
         for module in self.modules():
-            if isinstance(module, Linear | Experts):
+            if isinstance(module, Linear | Head | Conv | Experts):
                 module.prepare()
 
     def forward(self, inputs: BatchInputs) -> Tensor:

@@ -45,8 +45,10 @@ def load_runner(
     sizes: PoolSizes,
     mesh: Mesh = SINGLE,
     progress: Progress | None = None,
-) -> ModelRunner:
-    """The runner of this rank, ready for its first plan. `progress` is told (bytes read, bytes in all).
+) -> tuple[ModelRunner, tuple[str, ...]]:
+    """The runner of this rank, ready for its first plan, and what is worth saying of its checkpoint.
+
+    `progress` is told (bytes read, bytes in all).
 
     Threads are shared evenly by the ranks: `config.num_threads` counts them all. Raises ConfigError or
     CheckpointError, as sentences for the user.
@@ -57,8 +59,9 @@ def load_runner(
         model = Qwen3_5(model_config, mesh, dtype)
     if config.load_format == "dummy":
         fill_dummy(model, config.seed)
+        notes: tuple[str, ...] = ("weights are random (--load-format dummy)",)
     else:
-        load_weights(model, model_config, config.model, mesh, progress)
+        notes = load_weights(model, model_config, config.model, mesh, progress).summary()
     model.prepare()
     pools = allocate(sizes.spec, sizes)
-    return ModelRunner(model, pools, sizes, model_config.vocab_size, mesh, config.debug_checks)
+    return ModelRunner(model, pools, sizes, model_config.vocab_size, mesh, config.debug_checks), notes

@@ -55,7 +55,7 @@ class Loop:
         self.sizes = plan_pools(
             cache_spec(config, model_config), config.cache, config.scheduler, MAX_MODEL_LEN, available_bytes=1 << 32
         )
-        self.runner = load_runner(config, model_config, self.sizes)
+        self.runner, _ = load_runner(config, model_config, self.sizes)
         self.pools: list[RecordingPool] = []
         self.scheduler = Scheduler(config.scheduler, CacheManager(self.sizes, self._make_pool), MAX_MODEL_LEN)
         self.chunks: dict[int, list[TokenChunk]] = {}

@@ -21,7 +21,7 @@ from deltaserve.runner.runner import ModelRunner
 def build(config: EngineConfig, model: Path) -> ModelRunner:
     model_config = ModelConfig.from_directory(model)
     sizes = plan_pools(cache_spec(config, model_config), config.cache, config.scheduler, 128, 1 << 30)
-    return load_runner(config, model_config, sizes)
+    return load_runner(config, model_config, sizes)[0]
 
 
 def config_of(model: Path) -> EngineConfig:

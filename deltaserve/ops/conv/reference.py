@@ -37,6 +37,8 @@ def extend(x_TC: Tensor, weight_CW: Tensor, conv_ring: Tensor, rows: ExtendRows)
     weight_WC = weight_CW.t().contiguous()
     if rows.num_tokens == 1:
         return _decode_one(x_TC, weight_WC, conv_ring[int(rows.rows_R)], rows.contexts[0])
+    if rows.width == 1:
+        return _decode(x_TC, weight_WC, conv_ring, rows)
     num_rows, width, num_taps, ring_width = rows.num_rows, rows.width, weight_WC.shape[0], conv_ring.shape[1]
     starts = [context - new for context, new in zip(rows.contexts, rows.num_new, strict=True)]
     x_RwC = x_TC.unflatten(0, (num_rows, width))
@@ -78,11 +80,18 @@ def _decode_one(x_1C: Tensor, weight_WC: Tensor, ring: Tensor, context: int) -> 
     return F.silu((inputs * weight_WC).sum(0, keepdim=True), inplace=True)
 
 
+def _decode(x_RC: Tensor, weight_WC: Tensor, conv_ring: Tensor, rows: ExtendRows) -> Tensor:
+    """One token a row."""
+    num_taps, ring_width = weight_WC.shape[0], conv_ring.shape[1]
+    steps = torch.arange(1 - num_taps, 1, device=x_RC.device)
+    entries_RW = (rows.starts_R.unsqueeze(1) + steps).remainder_(ring_width)
+    conv_ring.index_put_((rows.rows_R, entries_RW[:, -1]), x_RC)
+    inputs_RWC = conv_ring[rows.rows_R.unsqueeze(1), entries_RW]
+    return F.silu(inputs_RWC.mul_(weight_WC).sum(1), inplace=True)
+
+
 def _append(conv_ring: Tensor, x_RwC: Tensor, starts: list[int], rows: ExtendRows) -> None:
     """Store the inputs of the tokens that are not padding."""
-    if rows.width == 1:
-        conv_ring.index_put_((rows.rows_R, rows.starts_R % conv_ring.shape[1]), x_RwC[:, 0])
-        return
     for row, (ring_row, start, new) in enumerate(zip(rows.rows_R.tolist(), starts, rows.num_new, strict=True)):
         conv_ring[ring_row, _entries(start + new, new, conv_ring.shape[1])] = x_RwC[row, :new]
 

@@ -130,13 +130,15 @@ def _look_back(
     decays_RJh1c = decays_RHc.view(num_rows, num_key_heads, -1, 1, num_decays)
     scaled_RHXK = (qk_RJXK.unsqueeze(2) * decays_RJh1c.narrow(4, 0, 1)).view(num_rows, num_heads, num_x, key_size)
     keys, updates = ring_k.permute(0, 2, 3, 1), ring_u.transpose(1, 2)
+    places = zip(rows.slots_R.tolist(), rows.rows_R.tolist(), rows.contexts, rows.num_new, strict=True)
+    parts = zip(scaled_RHXK.unbind(), qk_RJXK.unbind(), decays_RJh1c.narrow(4, 1, num_decays - 1).unbind(), strict=True)
     outputs = []
-    for row, (slot, ring_row) in enumerate(zip(rows.slots_R.tolist(), rows.rows_R.tolist(), strict=True)):
-        past_HXV = torch.bmm(scaled_RHXK[row], states[slot].float())
-        length = (rows.contexts[row] - rows.num_new[row]) % BLOCK
+    for (slot, ring_row, context, num_new), (scaled_HXK, qk_JXK, decays_Jh1n) in zip(places, parts, strict=True):
+        past_HXV = torch.bmm(scaled_HXK, _widen(states[slot]))
+        length = (context - num_new) % BLOCK
         if length:
-            scores_JXn = torch.bmm(qk_RJXK[row], keys[ring_row].narrow(2, 0, length).float())
-            weights_JhXn = scores_JXn.unsqueeze(1) * decays_RJh1c[row].narrow(3, 1, length)
+            scores_JXn = torch.bmm(qk_JXK, _widen(keys[ring_row].narrow(2, 0, length)))
+            weights_JhXn = scores_JXn.unsqueeze(1) * decays_Jh1n.narrow(3, 0, length)
             past_HXV.baddbmm_(weights_JhXn.view(num_heads, num_x, length), updates[ring_row].narrow(1, 0, length))
         outputs.append(past_HXV)
     return outputs[0].unsqueeze(0) if num_rows == 1 else torch.stack(outputs)
@@ -178,6 +180,10 @@ def _append(
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     # Tensor.to takes a microsecond to find that there is nothing to do.
     return x if x.dtype == dtype else x.to(dtype)
+
+
+def _widen(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float32 else x.float()
 
 
 def _by_row(x: Tensor, rows: ExtendRows) -> Tensor:

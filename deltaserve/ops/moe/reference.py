@@ -13,6 +13,11 @@ from torch import Tensor
 # Up to here reading an expert once per token costs less than sorting, and the products of so few tokens.
 FEW_TOKENS = 16
 
+# Up to here all experts' products in one call, on zero-padded tokens, beat a call for each expert: the calls are small,
+# and one call can read several experts at a time. It reads every expert, so it is for batches that touch most of them.
+SOME_TOKENS = 256
+MOST_PADDING = 3  # padded rows for each real one
+
 
 def route(logits_TE: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     # A stable sort, not topk: topk does not say which of two equal logits it takes.
@@ -64,15 +69,29 @@ def _one_token(x_D: Tensor, ids: list[int], gate_up_E2FD: Tensor, down_EDF: Tens
 
 
 def _sorted(x_TD: Tensor, experts_Tk: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor) -> Tensor:
-    """[T, k, D]: pairs of token and expert in order of experts, a product per expert, and back."""
+    """[T, k, D]: pairs of token and expert in order of experts, the products of each expert, and back."""
+    num_tokens, top_k = experts_Tk.shape
     pairs = experts_Tk.flatten()
     by_expert = pairs.argsort(stable=True)
     counts = torch.bincount(pairs, minlength=gate_up_E2FD.shape[0]).tolist()
-    x_per_expert = x_TD.index_select(0, by_expert // experts_Tk.shape[1]).split_with_sizes(counts)
-    h_nF = _swiglu(_each_expert(x_per_expert, gate_up_E2FD))
-    y_nD = _each_expert(h_nF.split_with_sizes(counts), down_EDF)
+    x_nD = x_TD.index_select(0, by_expert // top_k)
+    if num_tokens <= SOME_TOKENS and max(counts) * len(counts) <= MOST_PADDING * len(by_expert):
+        y_nD = _padded(x_nD, counts, gate_up_E2FD, down_EDF)
+    else:
+        h_nF = _swiglu(_each_expert(x_nD.split_with_sizes(counts), gate_up_E2FD))
+        y_nD = _each_expert(h_nF.split_with_sizes(counts), down_EDF)
     back = torch.empty_like(by_expert).scatter_(0, by_expert, torch.arange(len(by_expert), device=by_expert.device))
     return y_nD.index_select(0, back).unflatten(0, experts_Tk.shape)
+
+
+def _padded(x_nD: Tensor, counts: list[int], gate_up_E2FD: Tensor, down_EDF: Tensor) -> Tensor:
+    """[n, D]: every expert on as many rows as the busiest has; rows beyond its own are zero and dropped again."""
+    most = max(counts)
+    place_n = torch.tensor([expert * most + i for expert, count in enumerate(counts) for i in range(count)])
+    place_n = place_n.to(x_nD.device)
+    x_EmD = x_nD.new_zeros(len(counts) * most, x_nD.shape[1]).index_copy_(0, place_n, x_nD).unflatten(0, (-1, most))
+    h_EmF = _swiglu(torch.bmm(x_EmD, gate_up_E2FD.mT))
+    return torch.bmm(h_EmF, down_EDF.mT).flatten(0, 1).index_select(0, place_n)
 
 
 def _each_expert(x_per_expert: tuple[Tensor, ...], weight_Eoi: Tensor) -> Tensor:
