@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 import deltaserve
-from deltaserve.core.errors import ConfigError, DeltaserveError
+from deltaserve.core.errors import CheckpointError, ConfigError, DeltaserveError
 from deltaserve.server.serve import serve
 from deltaserve.server.settings import Settings, make_settings
 
@@ -112,14 +112,24 @@ def inspect_command(directory: Annotated[Path, typer.Argument(help="A checkpoint
     """Say what a checkpoint holds and needs, and what would be refused, without loading its weights."""
     from deltaserve.model.inspect import inspect_checkpoint  # noqa: PLC0415 - loads torch
 
-    report = inspect_checkpoint(directory)
+    found = inspect_checkpoint(directory)
+    report = dataclasses.replace(found, refusals=(*found.refusals, *_tokenizer_refusals(directory)))
     print("\n".join(report.lines()))
     sys.exit(FAILED if report.refusals else 0)
 
 
-@app.command(
-    "bench", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False
-)
+def _tokenizer_refusals(directory: Path) -> tuple[str, ...]:
+    """The server needs a tokenizer; a model alone does not."""
+    from deltaserve.engine.tokenizer import Tokenizer  # noqa: PLC0415 - other commands need it late or not at all
+
+    try:
+        Tokenizer(directory)
+    except CheckpointError as error:
+        return (str(error),)
+    return ()
+
+
+@app.command("bench", context_settings=PASS_ON, add_help_option=False)
 def bench_command(context: typer.Context) -> None:
     """Measure, and write down what was measured."""
     from deltaserve.bench.main import app as bench  # noqa: PLC0415 - loads torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -96,6 +97,15 @@ def test_inspect_prints_the_report(sample_checkpoint: Path, tmp_path: Path) -> N
     result = CliRunner().invoke(cli.app, ["inspect", str(tmp_path)])
     assert result.exit_code == 1
     assert "cannot be served" in result.output
+
+
+def test_inspect_refuses_a_checkpoint_without_tokenizer(sample_checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(sample_checkpoint, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer.json").unlink()
+    result = CliRunner().invoke(cli.app, ["inspect", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "cannot be served" in result.output
+    assert "tokenizer.json is missing" in result.output
 
 
 def test_bench_passes_its_arguments_on() -> None:

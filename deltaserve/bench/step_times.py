@@ -23,6 +23,7 @@ from deltaserve.bench.stopwatch import Stopwatch
 from deltaserve.bench.work import Shape, random_prompts, read_vocab_size
 from deltaserve.core.types import SamplingParams
 from deltaserve.engine.loop import Engine
+from deltaserve.model.layers import Linear
 from deltaserve.model.qwen3_5 import Qwen3_5
 from deltaserve.ops import attention, conv, gdn, linear, moe, norm, rope, sampling
 from deltaserve.runner.batch import BatchBuilder
@@ -83,7 +84,8 @@ def _places(engine: Engine) -> dict[str, tuple[Any, str]]:
         "sample": (Sampler, "sample"),
         "execute, the rest": (ModelRunner, "execute"),
         "model, the rest": (Qwen3_5, "forward"),
-        "logits, the rest": (Qwen3_5, "logits"),
+        "logits": (Qwen3_5, "logits"),
+        "products": (Linear, "__call__"),
     }
     for module in OPS:
         for name in _functions(module):

@@ -28,6 +28,7 @@ from deltaserve.core.types import SamplingParams, TokenLogprob
 
 EMPTY_SLOT = 0
 DUMMY_PAGE = 0  # where padding reads and writes; never owned by a request
+_ID_BITS = (1 << 31) - 1
 
 
 class RowKind(enum.IntEnum):
@@ -109,11 +110,14 @@ class StepPlan:
         return sum(len(row.token_ids) for row in self.rows)
 
     def encode(self) -> npt.NDArray[np.int32]:
-        """[n] int32: step id and row count, then for each row nine numbers, three counts and their contents."""
-        flat: list[int] = [self.step_id, len(self.rows)]
+        """[n] int32: step id and row count, then for each row nine numbers, three counts and their contents.
+
+        Of ids that grow for as long as the engine lives the lowest 31 bits: they only name things.
+        """
+        flat: list[int] = [self.step_id & _ID_BITS, len(self.rows)]
         for row in self.rows:
-            flat += (row.request_id, row.row, row.kind, row.start, row.page_offset, row.slot_in, row.slot_out)
-            flat += (row.num_ring, row.logits * 2 + row.is_last)
+            flat += (row.request_id & _ID_BITS, row.row, row.kind, row.start, row.page_offset)
+            flat += (row.slot_in, row.slot_out, row.num_ring, row.logits * 2 + row.is_last)
             flat += (len(row.token_ids), len(row.new_pages), len(row.cuts))
             flat += row.token_ids
             flat += row.new_pages
@@ -123,7 +127,7 @@ class StepPlan:
 
     @classmethod
     def decode(cls, flat: npt.NDArray[np.int32]) -> StepPlan:
-        """The inverse of `encode`, without `admitted` and `retired`."""
+        """The inverse of `encode`, but for `admitted` and `retired`, and for ids that had more bits."""
         numbers = iter(flat.tolist())
         step_id, num_rows = next(numbers), next(numbers)
         return cls(step_id, tuple(_decode_row(numbers.__next__) for _ in range(num_rows)))

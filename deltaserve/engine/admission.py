@@ -15,14 +15,14 @@ from deltaserve.core.errors import ContextLengthError, RequestError
 from deltaserve.core.types import SamplingParams
 
 _SEEDS = (-(1 << 63), (1 << 64) - 1)
-_INF = math.inf
+_HOTTEST = 1e30  # logits are float32, and so is their quotient by the temperature
 
 # field: (lowest, highest, is the lowest itself allowed)
 _FLOAT_RANGES = {
-    "temperature": (0.0, _INF, True),
+    "temperature": (0.0, _HOTTEST, True),
     "top_p": (0.0, 1.0, False),
     "min_p": (0.0, 1.0, True),
-    "repetition_penalty": (0.0, _INF, False),
+    "repetition_penalty": (1e-6, 1e6, True),  # further out, logits overflow
     "presence_penalty": (-2.0, 2.0, True),
     "frequency_penalty": (-2.0, 2.0, True),
 }
@@ -79,24 +79,27 @@ def _fit(num_prompt: int, params: SamplingParams, max_model_len: int) -> Samplin
 def _check_ranges(params: SamplingParams, vocab_size: int) -> None:
     for name, (low, high, with_low) in _FLOAT_RANGES.items():
         value = getattr(params, name)
-        if not (math.isfinite(value) and (low <= value if with_low else low < value) and value <= high):
+        if not ((low <= value if with_low else low < value) and value <= high):
             raise RequestError(f"{name} must be {_interval(low, high, with_low)}, not {value}", name)
     ranges = _INT_RANGES | dict.fromkeys(("logprobs", "prompt_logprobs"), (0, vocab_size))
     for name, (lowest, highest) in ranges.items():
         number = getattr(params, name)
-        if number is not None and not lowest <= number <= highest:
-            raise RequestError(f"{name} must be between {lowest} and {highest}, not {number}", name)
+        is_whole = isinstance(number, int) and not isinstance(number, bool)
+        if number is not None and not (is_whole and lowest <= number <= highest):
+            raise RequestError(f"{name} must be a whole number between {lowest} and {highest}, not {number}", name)
     for token_id, bias in params.logit_bias.items():
         if not math.isfinite(bias):
             raise RequestError(f"logit_bias of token {token_id} must be a finite number, not {bias}", "logit_bias")
 
 
 def _interval(low: float, high: float, with_low: bool) -> str:
-    least = f"{'at least' if with_low else 'more than'} {low:g}"
-    return f"a finite number, {least}" if high == _INF else f"{least} and at most {high:g}"
+    return f"{'at least' if with_low else 'more than'} {low:g} and at most {high:g}"
 
 
 def _check_stops(params: SamplingParams) -> None:
+    stop: object = params.stop
+    if isinstance(stop, str):
+        raise RequestError(f"stop must be a tuple of strings, not the text {stop!r}", "stop")
     if "" in params.stop:
         raise RequestError("a stop string must not be empty", "stop")
 

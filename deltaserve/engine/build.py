@@ -124,7 +124,7 @@ def _info(
 def size_pools(config: EngineConfig, model_config: ModelConfig) -> PoolSizes:
     """The pools of each rank: what is free now, less the weights, shared by the ranks of this host."""
     spec = cache_spec(config, model_config)
-    weights_bytes = parameter_counts(model_config).total * DTYPE_BYTES[spec.compute_dtype]
+    weights_bytes = _num_weights(model_config) * DTYPE_BYTES[spec.compute_dtype]
     free_bytes = available_memory_bytes()
     if weights_bytes >= free_bytes:
         raise ConfigError(
@@ -144,3 +144,9 @@ def size_pools(config: EngineConfig, model_config: ModelConfig) -> PoolSizes:
     else:
         max_model_len = config.max_model_len
     return plan_pools(*arguments, max_model_len, available_bytes)
+
+
+def _num_weights(model_config: ModelConfig) -> int:
+    """Numbers that stay in memory: a head tied to the token table has its own copy, laid out for products."""
+    copied = model_config.vocab_size * model_config.hidden_size if model_config.tie_word_embeddings else 0
+    return parameter_counts(model_config).total + copied

@@ -31,7 +31,7 @@ from deltaserve.core.errors import ContextLengthError, DeltaserveError, EngineDe
 from deltaserve.core.types import FinishReason, SamplingParams, TokenChunk
 from deltaserve.engine import launch, messages
 from deltaserve.engine.admission import admit
-from deltaserve.engine.child import read_failure
+from deltaserve.engine.child import Failure, read_failure, write_failure
 from deltaserve.engine.info import EngineInfo, EngineStats
 
 V = TypeVar("V")
@@ -163,8 +163,8 @@ class Client:
         self._refuse_if_gone()
         inbox = self._inboxes[request_id] = _Inbox()
         self._is_idle.clear()
-        self._send(messages.Submit(request_id, prompt_ids, params))
         try:
+            self._send(messages.Submit(request_id, prompt_ids, params))
             while True:
                 chunk = await inbox.take()
                 yield chunk
@@ -188,23 +188,31 @@ class Client:
             self._sockets.send(messages.encode(message))
 
     async def _receive(self) -> None:
-        while True:
-            message = messages.decode_from_engine(await self._sockets.receive())
-            match message:
-                case messages.Chunks():
-                    for chunk in message.chunks:
-                        if (inbox := self._inboxes.get(chunk.request_id)) is not None:
-                            inbox.put(chunk)
-                case messages.Rejected():
-                    if (inbox := self._inboxes.get(message.request_id)) is not None:
-                        kind = ContextLengthError if message.is_context_length else RequestError
-                        inbox.fail(kind(message.message, message.param))
-                case messages.Stats():
-                    _resolve(self._stats.pop(0), message.stats)
-                case messages.Progress():
-                    self._on_progress(message.stage, message.fraction)
-                case messages.Ready():
-                    _resolve(self._ready, message.info)
+        """An engine that cannot be understood is ended: whoever waits for its messages would wait for ever."""
+        try:
+            while True:
+                self._take(messages.decode_from_engine(await self._sockets.receive()))
+        except Exception as error:  # noqa: BLE001 - whatever it is, no further message would be read
+            sentence = f"a message of the engine could not be taken: {type(error).__name__}: {error}"
+            write_failure(self._directory, Failure(EngineDeadError.__name__, sentence))
+            self._process.kill()
+
+    def _take(self, message: messages.FromEngine) -> None:
+        match message:
+            case messages.Chunks():
+                for chunk in message.chunks:
+                    if (inbox := self._inboxes.get(chunk.request_id)) is not None:
+                        inbox.put(chunk)
+            case messages.Rejected():
+                if (inbox := self._inboxes.get(message.request_id)) is not None:
+                    kind = ContextLengthError if message.is_context_length else RequestError
+                    inbox.fail(kind(message.message, message.param))
+            case messages.Stats():
+                _resolve(self._stats.pop(0), message.stats)
+            case messages.Progress():
+                self._on_progress(message.stage, message.fraction)
+            case messages.Ready():
+                _resolve(self._ready, message.info)
 
     async def _watch(self) -> None:
         while (code := self._process.poll()) is None:

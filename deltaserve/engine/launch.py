@@ -120,10 +120,6 @@ class Ranks:
         if on_failure is not None:
             threading.Thread(target=self._watch, args=(on_failure,), name="ranks", daemon=True).start()
 
-    @property
-    def process_ids(self) -> tuple[int, ...]:
-        return tuple(process.pid for process in self._processes.values())
-
     def failure(self) -> str | None:
         """A sentence about a follower that is gone, or None while all are there."""
         for rank, process in self._processes.items():

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
-from deltaserve.core.errors import RequestError
+from deltaserve.core.errors import CheckpointError, RequestError
 from deltaserve.core.types import FinishReason, SamplingParams, TokenChunk, TokenLogprob
 from deltaserve.engine.build import Timeline, build_engine
 from deltaserve.engine.loop import Engine
@@ -54,6 +54,8 @@ class LLM:
     def __init__(self, model: str | Path, **settings: Any) -> None:
         """Raises ConfigError for a setting, CheckpointError for a file that cannot be used."""
         config = engine_config(model, settings)
+        if not config.model.is_dir():
+            raise CheckpointError(f"{model} is no directory; give a checkpoint directory in the Hub's layout")
         self.tokenizer = Tokenizer(config.model)
         self.engine: Engine = build_engine(config, Timeline(time.time()))
 
@@ -93,8 +95,12 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+    def _encode(self, prompt: object) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return tuple(self.tokenizer.encode(prompt))
+        if not isinstance(prompt, Sequence) or not all(isinstance(token_id, int) for token_id in prompt):
+            raise RequestError(f"a prompt must be text or a list of token ids, not {prompt!r:.80}", "prompt")
+        return tuple(prompt)
 
     def _run(self, runs: dict[int, _Run], advance: Callable[[], None]) -> None:
         """Step until all have finished; finished ones leave `runs`."""
@@ -120,20 +126,24 @@ class _Run:
             out.logprobs = [*(out.logprobs or ()), *delta.logprobs]
         if chunk.prompt_logprobs is not None:
             out.prompt_logprobs = chunk.prompt_logprobs
-        out.num_cached += chunk.num_cached
+        out.num_cached = max(out.num_cached, chunk.num_cached)  # every chunk of tokens says it
         out.finish_reason, out.stop_reason, out.error = delta.finish_reason, delta.stop_reason, chunk.error
         return delta.finish_reason is not None
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts must be text, token ids, or a list of these, not {prompts!r:.80}", "prompts")
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [cast("Prompt", prompts)]
     return cast("Sequence[Prompt]", prompts)
 
 
-def _one_for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+def _one_for_each(params: object, count: int) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(item, SamplingParams) for item in params):
+        raise RequestError(f"params must be SamplingParams or a list of them, not {params!r:.80}", "params")
     if len(params) != count:
         raise RequestError(f"{count} prompts but {len(params)} params; give one for all, or one each", "params")
     return params

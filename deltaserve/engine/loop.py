@@ -7,8 +7,9 @@
 Failures. What is wrong with a request is found by `submit`, before it can touch another one; the scheduler itself
 may end one request with an error chunk. An exception inside a step is different: the pools may hold half of a step,
 and on several ranks the others no longer agree, so no request can go on. The engine is then dead: `step` raises
-EngineDeadError with the cause, as does every later call, and whoever drives the loop tells the requests. Ctrl-C in
-the middle of a step is milder: on one rank it ends the requests of that step and nothing else.
+EngineDeadError with the cause, as does every later call, and whoever drives the loop tells the requests. Ctrl-C while
+a step runs is milder: on one rank it ends the requests of that step and nothing else. In the moments between, when
+the books are half written, it is the end of the engine too.
 
 No torch here: scheduler, cache books and runner are arguments. `engine.build` makes the real ones.
 """
@@ -84,6 +85,7 @@ class Engine:
         self._pools = pools
         self._runner = runner
         self._debug_checks = debug_checks
+        self._is_dropped = False  # the last step was interrupted, and its requests are ended
         self._on_close = on_close
         self._seeds = random.Random(seed)
         self._num_requests = 0
@@ -139,6 +141,10 @@ class Engine:
         self._refuse_if_dead()
         try:
             return self._step()
+        except KeyboardInterrupt:
+            if not self._is_dropped:
+                self.dead_reason = "a step was interrupted where it cannot be taken back"
+            raise
         except EngineDeadError as error:
             self.dead_reason = str(error)
             raise
@@ -176,6 +182,7 @@ class Engine:
 
     def _step(self) -> list[TokenChunk]:
         started_s = time.perf_counter()
+        self._is_dropped = False
         plan = self._scheduler.schedule()
         self.is_stalled = plan is None
         if plan is None:
@@ -195,14 +202,17 @@ class Engine:
         return chunks
 
     def _drop(self, plan: StepPlan) -> None:
-        """End the requests of a plan that was stopped half-way; what they hold is free again, the others go on."""
+        """End the requests of a plan that was stopped half-way; what they hold is free again, the others go on.
+
+        With several ranks nothing is taken back: they no longer agree.
+        """
         if self.info.num_ranks > 1:
-            self.dead_reason = "a step was interrupted, and the ranks no longer agree"
             return
         for row in plan.rows:
             self.abort(row.request_id)
         nothing = tuple(RowOutput(row.request_id) for row in plan.rows)
         self._scheduler.update(plan, StepOutput(plan.step_id, nothing))
+        self._is_dropped = True
 
     def _count(self, chunks: list[TokenChunk]) -> None:
         for chunk in chunks:

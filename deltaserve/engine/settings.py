@@ -22,10 +22,11 @@ _AREAS = {"cache": CacheConfig, "scheduler": SchedulerConfig}
 
 
 def engine_config(model: Path | str, settings: Mapping[str, Any]) -> EngineConfig:
-    """An EngineConfig from flat settings; a ConfigError names an unknown key and the nearest known one."""
+    """An EngineConfig from flat settings; a ConfigError names an unknown key and the nearest known one, or a type."""
     own = {field.name for field in dataclasses.fields(EngineConfig)} - {"model", *_AREAS}
     areas = {area: {field.name for field in dataclasses.fields(kind)} for area, kind in _AREAS.items()}
     _check_known(settings, own.union(*areas.values()))
+    _check_types(settings)
     parts = {area: _AREAS[area](**_pick(settings, names)) for area, names in areas.items()}
     return EngineConfig(Path(model), **_pick(settings, own), **parts)
 
@@ -45,6 +46,17 @@ def _build(kind: Callable[..., Any], value: Any) -> Any:
         hints = get_type_hints(kind)
         return cast("Callable[..., Any]", kind)(**{name: _build(hints[name], item) for name, item in value.items()})
     return kind(value) if kind is Path else value
+
+
+def _check_types(settings: Mapping[str, Any]) -> None:
+    hints: dict[str, Any] = {}
+    for kind in (EngineConfig, *_AREAS.values()):
+        hints |= get_type_hints(kind)
+    for name, value in settings.items():
+        wanted = int | float if hints[name] is float else hints[name]
+        if not isinstance(value, wanted) or (isinstance(value, bool) and hints[name] is not bool):
+            kinds = str(getattr(hints[name], "__name__", hints[name])).replace(" | ", " or ")
+            raise ConfigError(f"{name} must be {kinds}, not {value!r}")
 
 
 def _pick(settings: Mapping[str, Any], names: set[str]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ else from `config.json` and `tokenizer_config.json`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import tokenizers
 from tokenizers import decoders
 
 from deltaserve.core.errors import CheckpointError, RequestError
+from deltaserve.model.config_file import read_json, token_ids
 
 
 class Tokenizer:
@@ -70,15 +70,17 @@ class Tokenizer:
 
 
 def read_eos_ids(directory: Path | str) -> tuple[int, ...]:
-    """The ids that end a sequence, from the first source that has any; empty if none has."""
+    """The ids that end a sequence, from the first source that has any; empty if none has.
+
+    Raises ConfigError where a source holds something else than ids.
+    """
     directory = Path(directory)
-    config = _read_json(directory / "config.json")
-    sources = (_read_json(directory / "generation_config.json"), config.get("generation_config") or {})
-    for source in sources:
-        if ids := _id_list(source.get("eos_token_id")):
-            return ids
+    generation, config = _read_json(directory / "generation_config.json"), _read_json(directory / "config.json")
+    inner = config.get("generation_config") or {}
+    if ids := _eos_ids("generation_config.json", generation) or _eos_ids("config.json", inner):
+        return ids
     text_config = config.get("text_config") or config
-    ids = _id_list(text_config.get("eos_token_id")) or _id_list(config.get("eos_token_id"))
+    ids = _eos_ids("config.json", text_config) or _eos_ids("config.json", config)
     return tuple(dict.fromkeys(ids + _turn_end(_read_json(directory / "tokenizer_config.json"))))
 
 
@@ -90,22 +92,12 @@ def _turn_end(tokenizer_config: dict[str, Any]) -> tuple[int, ...]:
     return tuple(int(token_id) for token_id, entry in added.items() if entry.get("content") == content)
 
 
-def _id_list(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (value,)
+def _eos_ids(file: str, source: dict[str, Any]) -> tuple[int, ...]:
+    return token_ids(f"eos_token_id in {file}", source.get("eos_token_id"))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); fetch the file again") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, not {type(content).__name__}")
-    return content
+    return read_json(path) if path.is_file() else {}
 
 
 def _load(path: Path) -> tokenizers.Tokenizer:

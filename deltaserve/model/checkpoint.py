@@ -33,6 +33,8 @@ DTYPE_BITS = {
 _LFS_MAGIC = b"version https://git-lfs"
 _MAX_HEADER_BYTES = 1 << 29
 _FETCH = "download it again"
+# What JSON of the wrong shape makes of being read as the right one.
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +77,6 @@ def read_checkpoint(directory: Path | str) -> Checkpoint:
     return Checkpoint(directory, tensors, tuple(file for file in present if file not in files))
 
 
-def list_tensors(directory: Path | str) -> tuple[TensorInfo, ...]:
-    """The tensors of a directory, sorted by name. Raises as `read_checkpoint` does."""
-    tensors = read_checkpoint(directory).tensors
-    return tuple(tensors[name] for name in sorted(tensors))
-
-
 def has_mtp(directory: Path | str) -> bool:
     """Whether the directory's files carry a draft head; ask before the model is built."""
     return any(name.startswith(MTP_PREFIX) for name in read_checkpoint(directory).tensors)
@@ -97,7 +93,7 @@ def _read_index(index: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(index.read_bytes())["weight_map"]
         entries = {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, *_MALFORMED) as error:
         raise CheckpointError(f"{index} is not an index with a weight_map ({error}); {_FETCH}") from None
     outside = [file for file in set(entries.values()) if Path(file).name != file]
     if outside:
@@ -138,8 +134,8 @@ def _read_header(file: Path) -> list[TensorInfo]:
             if not 2 <= header_bytes <= min(file_bytes - 8, _MAX_HEADER_BYTES):
                 raise CheckpointError(f"{file} ({file_bytes} bytes) has no whole safetensors header; {_FETCH}")
             header = stream.read(header_bytes)
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read ({error.strerror}); {_FETCH}") from None
+    except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
+        raise CheckpointError(f"{file} cannot be read ({error}); {_FETCH}") from None
     infos = _parse_header(file, header)
     _check_length(file, infos, file_bytes - 8 - header_bytes)
     return infos
@@ -151,7 +147,7 @@ def _parse_header(file: Path, header: bytes) -> list[TensorInfo]:
         return [_info(file, name, entry) for name, entry in entries.items() if name != "__metadata__"]
     except CheckpointError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except _MALFORMED as error:
         raise CheckpointError(f"the header of {file} is not valid ({error!r}); {_FETCH}") from None
 
 

@@ -101,6 +101,9 @@ _EXPERT_COUNTS = {
     "moe_intermediate_size": "moe_intermediate_size",
     "shared_expert_intermediate_size": "shared_intermediate_size",
 }
+# No model of the family comes near; what is larger is a mistake that would overflow somewhere else.
+_MOST = 1 << 24
+_LARGEST = 1e15
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +135,7 @@ def read_fields(cfg: Mapping[str, Any]) -> dict[str, Any]:
         "tie_word_embeddings": bool(cfg.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
         "num_mtp_layers": _count(text, "mtp_num_hidden_layers", least=0),
         "dtype": str(_first("dtype", "torch_dtype", among=(text, cfg)) or "bfloat16").removeprefix("torch."),
-        "eos_token_id": _ids(_first("eos_token_id", among=(text, cfg))),
+        "eos_token_id": token_ids("eos_token_id", _first("eos_token_id", among=(text, cfg))),
         **{ours: _count(text, theirs) for theirs, ours in _COUNTS.items()},
         **_ffn_fields(text_type, text, len(layer_types)),
         **_rope_fields(text),
@@ -145,11 +148,19 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist; give a model directory in the Hub's layout") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a JSON object, not {type(content).__name__}")
     return content
+
+
+def token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """Token ids given as one, as a list or not at all; ConfigError, with the field's name, for anything else."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids):
+        raise ConfigError(f"{name} must be a token id or a list of them, not {value!r}")
+    return tuple(ids)
 
 
 def _text_part(cfg: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
@@ -263,21 +274,13 @@ def _first(*names: str, among: tuple[Mapping[str, Any], ...]) -> Any:
 
 def _count(fields: Mapping[str, Any], name: str, least: int = 1) -> int:
     value = fields[name]
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name} must be a whole number of at least {least}, not {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MOST:
+        raise ConfigError(f"{name} must be a whole number from {least} to {_MOST}, not {value!r}")
     return value
 
 
 def _number(fields: Mapping[str, Any], name: str) -> float:
     value = fields[name]
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ConfigError(f"{name} must be a positive number, not {value!r}")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= _LARGEST:
+        raise ConfigError(f"{name} must be a positive number up to {_LARGEST:g}, not {value!r}")
     return float(value)
-
-
-def _ids(value: Any) -> tuple[int, ...]:
-    """Token ids given as one, as a list or not at all."""
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids):
-        raise ConfigError(f"eos_token_id must be a token id or a list of them, not {value!r}")
-    return tuple(ids)

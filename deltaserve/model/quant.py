@@ -272,5 +272,5 @@ def _read_object(path: Path) -> dict[str, Any]:
         return _object(json.loads(path.read_bytes()))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); download it again") from None

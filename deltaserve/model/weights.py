@@ -20,14 +20,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from deltaserve.core.errors import CheckpointError
-from deltaserve.model.checkpoint import TensorInfo, has_mtp, list_tensors, read_checkpoint
+from deltaserve.model.checkpoint import TensorInfo, read_checkpoint
 from deltaserve.model.config import ModelConfig
 from deltaserve.model.load_plan import Job, LoadPlan, plan_load
 from deltaserve.model.names import Target, Transform
 from deltaserve.model.params import Parameter, Section
 from deltaserve.parallel.mesh import SINGLE, Mesh
-
-__all__ = ["Progress", "fill_dummy", "has_mtp", "list_tensors", "load_weights", "parameters_by_name", "ungroup"]
 
 Progress = Callable[[int, int], None]
 _MAX_OPEN_FILES = 4

@@ -70,7 +70,9 @@ def _write_sample(directory: Path) -> None:
     paths = os.pathsep.join(filter(None, (str(Path(deltaserve.__file__).parents[1]), os.environ.get("PYTHONPATH"))))
     try:
         command = [sys.executable, "-c", WRITE_SAMPLE, str(temporary)]
-        subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": paths})  # noqa: S603 - our own code
+        environment = os.environ | {"PYTHONPATH": paths}
+        # In a session of its own: Ctrl-C reaches this process only, which then kills that one.
+        subprocess.run(command, check=True, env=environment, start_new_session=True)  # noqa: S603 - our own code
         if not directory.exists():
             temporary.rename(directory)
     except subprocess.CalledProcessError as error:

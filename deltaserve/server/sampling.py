@@ -118,7 +118,7 @@ def sampling_params(
 
 def with_budget(params: SamplingParams, max_tokens: int) -> SamplingParams:
     if params.min_tokens > max_tokens:
-        sentence = f"min_tokens is {params.min_tokens}, more than the {max_tokens} tokens that may be generated"
+        sentence = f"min_tokens is {shown(params.min_tokens)}, more than the {max_tokens} tokens that may be generated"
         raise RequestError(sentence, "min_tokens")
     return replace(params, max_tokens=max_tokens)
 

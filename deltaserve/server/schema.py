@@ -10,6 +10,8 @@ None means "not given" for every field; the values then used are those of the ta
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import reprlib
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from deltaserve.server.errors import NotOfferedError
 
 MAX_STOP_STRINGS = 4
 MAX_CHOICES = 128
+MAX_SEARCHED_BYTES = 1 << 18  # of a body that is not JSON, for the field that makes it so
 
 
 class StreamOptions(msgspec.Struct):
@@ -157,7 +160,7 @@ class Range:
         return f"in {'(' if self.above else '['}{self.low:g}, {self.high:g}]"
 
 
-# The same as vLLM's, so that a client sees the same refusals.
+# The same as vLLM's, so that a client sees the same refusals; but no repetition penalty that makes logits overflow.
 RANGES: dict[str, Range] = {
     "temperature": Range(0, 2),
     "top_p": Range(0, 1, above=True),
@@ -165,7 +168,7 @@ RANGES: dict[str, Range] = {
     "min_p": Range(0, 1),
     "presence_penalty": Range(-2, 2),
     "frequency_penalty": Range(-2, 2),
-    "repetition_penalty": Range(0, above=True),
+    "repetition_penalty": Range(1e-6, 1e6),
     "n": Range(1, MAX_CHOICES),
     "max_tokens": Range(1),
     "max_completion_tokens": Range(1),
@@ -201,10 +204,38 @@ def decode(raw: bytes) -> dict[str, Any]:
     except RecursionError:
         raise RequestError("the body is nested too deep") from None
     except (msgspec.DecodeError, UnicodeError) as error:
-        raise RequestError(f"the body is not valid JSON (NaN, Infinity and lone surrogates are not): {error}") from None
+        raise _json_error(raw, error) from None
     if not isinstance(values, dict):
         raise RequestError(f"the body must be a JSON object, not {shown(values)}")
     return values
+
+
+def _json_error(raw: bytes, error: Exception) -> RequestError:
+    """Names the field, where a laxer reader gets through the body and finds one that JSON has no value for."""
+    try:
+        field = _unfit_field(json.loads(raw)) if len(raw) <= MAX_SEARCHED_BYTES else None
+    except (ValueError, RecursionError):
+        field = None
+    if field is None:
+        return RequestError(f"the body is not valid JSON: {error}")
+    return RequestError(f"{field} must be a finite number, or text without lone surrogates", field)
+
+
+def _unfit_field(value: Any, path: str = "") -> str | None:
+    """The path of the first NaN, infinity, or text that is no Unicode."""
+    if isinstance(value, dict):
+        parts = [(f"{path}.{name}" if path else name, item) for name, item in value.items() if _is_fit(name)]
+    elif isinstance(value, list):
+        parts = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+    else:
+        return None if _is_fit(value) else path
+    return next(filter(None, (_unfit_field(item, place) for place, item in parts)), None)
+
+
+def _is_fit(value: object) -> bool:
+    if isinstance(value, str):
+        return not re.search("[\ud800-\udfff]", value)
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def check_ranges(values: dict[str, Any]) -> None:
@@ -235,8 +266,10 @@ def _type_error(sentence: str, values: dict[str, Any]) -> RequestError:
     place = re.search(r" - at `\$\.?(.*)`$", sentence)
     param = place[1].replace("[...]", "") if place else None
     expected = re.match(r"Expected `(.+?)`", sentence)
-    if param is None or expected is None:
+    if param is None or place is None:
         return RequestError(sentence, param)
+    if expected is None:
+        return RequestError(f"{param} is not accepted: {sentence[: place.start()]}", param)
     kinds = expected[1].replace(" | null", "").replace(" | ", " or ").replace("array", "list")
     return RequestError(f"{param} must be {kinds}, not {shown(_value_at(values, param))}", param)
 

@@ -14,6 +14,7 @@ from deltaserve.engine.tokenizer import Tokenizer
 from deltaserve.server.generation import EngineClient
 from deltaserve.server.metrics import Metrics
 from deltaserve.server.sampling import Limits
+from deltaserve.server.schema import shown
 from deltaserve.server.template import ChatTemplate
 
 # Longer texts are tokenised in a thread (the library lets go of the interpreter), so that streams go on meanwhile.
@@ -45,7 +46,7 @@ class Served:
             return self.names[0]
         if name not in self.names:
             aliases = ", ".join(self.names)
-            raise ModelNotFoundError(f"the model {name!r} does not exist; this server has {aliases}", "model")
+            raise ModelNotFoundError(f"the model {shown(name)} does not exist; this server has {aliases}", "model")
         return name
 
     def chat_template(self) -> ChatTemplate:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -69,8 +70,8 @@ class Settings:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
             raise ConfigError(f"--port must be in [0, 65535], not {self.port}")
-        if self.shutdown_timeout < 0:
-            raise ConfigError(f"--shutdown-timeout must be at least 0, not {self.shutdown_timeout}")
+        if not 0 <= self.shutdown_timeout < math.inf:
+            raise ConfigError(f"--shutdown-timeout must be a number of seconds, not {self.shutdown_timeout}")
         if self.max_logprobs < 0:
             raise ConfigError(f"--max-logprobs must be at least 0, not {self.max_logprobs}")
         if self.uvicorn_log_level not in LOG_LEVELS:
@@ -112,7 +113,16 @@ def make_settings(given: Mapping[str, Any], config: Path | None = None) -> Setti
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
-        raise ConfigError(f"{config or 'command line'}: {error}") from None
+        raise ConfigError(f"{config or 'command line'}: {_type_sentence(str(error))}") from None
+
+
+def _type_sentence(sentence: str) -> str:
+    """From msgspec's sentence ("Expected `int`, got `str` - at `$.port`") to ours."""
+    match = re.fullmatch(r"Expected `(.+)`, got `(.+)` - at `\$\.(\w+).*`", sentence)
+    if match is None:
+        return sentence
+    kinds = match[1].replace(" | ", " or ").replace("array", "list")
+    return f"{match[3].replace('_', '-')} must be {kinds}, not {match[2].replace('array', 'list')}"
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -127,7 +137,10 @@ def read_config(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"--config: {path} must hold keys and values")
-    return {_known_key(key, path): _listed(value) for key, value in content.items()}
+    values = {_known_key(key, path): _listed(value) for key, value in content.items()}
+    if isinstance(name := values.get("served_model_name"), str):
+        values["served_model_name"] = (name,)
+    return values
 
 
 def parse_size(value: int | str, name: str) -> int:

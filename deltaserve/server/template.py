@@ -66,12 +66,12 @@ class ChatTemplate:
         if continue_final_message:
             messages = _marked(messages)
         values = {"add_generation_prompt": add_generation_prompt, **self.special_tokens, **kwargs}
-        text = self._render(messages=list(messages), tools=list(tools) if tools else None, **values)
+        text = self._render({**values, "messages": list(messages), "tools": list(tools) if tools else None})
         return _cut_at_mark(text) if continue_final_message else text
 
-    def _render(self, **values: Any) -> str:
+    def _render(self, values: dict[str, Any]) -> str:
         try:
-            return self.template.render(**values)
+            return self.template.render(values)
         except jinja2.TemplateError as error:
             raise RequestError(f"the chat template refuses these messages: {error}", "messages") from error
         except (TypeError, ValueError, KeyError, AttributeError, LookupError, ArithmeticError) as error:

@@ -7,14 +7,18 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deltaserve import LLM, EngineConfig, SamplingParams
 from deltaserve.core.errors import CheckpointError, ConfigError, ContextLengthError, EngineDeadError, RequestError
-from deltaserve.core.types import FinishReason
+from deltaserve.core.types import FinishReason, TokenChunk
+from deltaserve.engine.build import size_pools
 from deltaserve.engine.settings import engine_config
 from deltaserve.engine.team import Team
+from deltaserve.model.config import ModelConfig
+from deltaserve.model.sizes import parameter_counts
 from tests.fakes import make_sizes
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=1)
@@ -84,6 +88,42 @@ def test_one_wrong_prompt_stops_the_call_before_it_runs(llm: LLM) -> None:
     assert llm.engine.stats().num_steps == before and is_all_free(llm)
 
 
+@pytest.mark.parametrize(
+    ("prompts", "params", "param"),
+    [
+        (None, GREEDY, "prompts"),
+        (5, GREEDY, "prompts"),
+        ({"prompt": "a"}, GREEDY, "prompts"),
+        ([1.5], GREEDY, "prompt"),
+        (["a", None], GREEDY, "prompt"),
+        ([[1, "a"]], GREEDY, "prompt"),
+        ("a", {"max_tokens": 3}, "params"),
+        ("a", [5], "params"),
+    ],
+    ids=str,
+)
+def test_wrong_types_are_named(llm: LLM, prompts: Any, params: Any, param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        llm.generate(prompts, params)
+    assert caught.value.param == param and is_all_free(llm)
+
+
+def test_a_directory_that_is_not_there_is_named() -> None:
+    with pytest.raises(CheckpointError, match="no/model is no directory"):
+        LLM("no/model")
+
+
+def test_cached_tokens_are_counted_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every chunk of tokens tells how much of the prompt was cached."""
+    step = llm.engine.step
+
+    def step_after_a_hit() -> list[TokenChunk]:
+        return [replace(chunk, num_cached=64) for chunk in step()]
+
+    monkeypatch.setattr(llm.engine, "step", step_after_a_hit)
+    assert llm.generate("a", GREEDY)[0].num_cached == 64
+
+
 def test_progress_is_shown_when_asked_for(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(["a", "b"], GREEDY, show_progress=True)
     assert "generating" in capsys.readouterr().out
@@ -129,6 +169,22 @@ def test_weights_beyond_memory_are_refused(sample_checkpoint: Path, monkeypatch:
     monkeypatch.setattr("deltaserve.engine.build.available_memory_bytes", lambda: 1 << 20)
     with pytest.raises(ConfigError, match=r"of memory are free"):
         LLM(sample_checkpoint)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_tied_head_is_counted_beside_the_token_table(
+    sample_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, is_tied: bool
+) -> None:
+    """Tied or not, both are in memory: an exact fit fits, and a byte less does not."""
+    config = engine_config(sample_checkpoint, {"num_pages": 128})
+    untied = replace(ModelConfig.from_directory(sample_checkpoint), tie_word_embeddings=False)
+    shape = replace(untied, tie_word_embeddings=is_tied)
+    needed_bytes = 4 * parameter_counts(untied).total + size_pools(config, untied).total_bytes
+    monkeypatch.setattr("deltaserve.engine.build.available_memory_bytes", lambda: needed_bytes)
+    size_pools(config, shape)
+    monkeypatch.setattr("deltaserve.engine.build.available_memory_bytes", lambda: needed_bytes - 1)
+    with pytest.raises(ConfigError, match="are free"):
+        size_pools(config, shape)
 
 
 def test_two_ranks_give_the_tokens_of_one_and_leave_together(llm: LLM, sample_checkpoint: Path) -> None:

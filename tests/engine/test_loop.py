@@ -213,6 +213,23 @@ def test_ctrl_c_in_a_step_ends_that_steps_requests_only(fail_at: int) -> None:
     assert is_all_free(engine)
 
 
+@pytest.mark.parametrize("moment", ["schedule", "update"])
+def test_ctrl_c_while_the_books_are_written_kills_the_engine(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is half written would keep its pages for ever, or give wrong plans."""
+    engine = make_engine()
+    engine.submit((1,), SamplingParams(max_tokens=3))
+    engine.step()
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Scheduler, moment, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    with pytest.raises(EngineDeadError, match="interrupted"):
+        engine.step()
+
+
 def test_ctrl_c_with_several_ranks_kills_the_engine() -> None:
     engine = make_engine(lambda runner: FailingRunner(runner, 0, KeyboardInterrupt()), num_ranks=2)
     engine.submit((1,), SamplingParams())

@@ -51,6 +51,22 @@ def test_a_wrong_value_is_the_configs_own_error() -> None:
         engine_config("x", {"max_num_seqs": 0})
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("max_num_seqs", "4", "int, not '4'"),
+        ("max_model_len", "4k", "int or None"),
+        ("tensor_parallel_size", 2.0, "int"),
+        ("seed", None, "int"),
+        ("num_threads", True, "int or None"),
+        ("memory_utilization", "0.5", "float"),
+    ],
+)
+def test_a_wrong_type_names_the_setting(name: str, value: object, kind: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be {kind}"):
+        engine_config("x", {name: value})
+
+
 def test_json_gives_the_same_config_back() -> None:
     assert from_json(EngineConfig, to_json(CONFIG)) == CONFIG
     job = RankJob(CONFIG, Path("/tmp/x"), make_sizes(4, 2), rank=1)

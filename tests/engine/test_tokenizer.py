@@ -12,7 +12,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltaserve.core.errors import CheckpointError, RequestError
+from deltaserve.core.errors import CheckpointError, ConfigError, RequestError
 from deltaserve.core.types import FinishReason, SamplingParams, TokenChunk
 from deltaserve.engine.text import TextStream
 from deltaserve.engine.tokenizer import Tokenizer, read_eos_ids
@@ -119,6 +119,13 @@ def test_eos_ids_come_from_the_first_file_that_has_them(
     tmp_path: Path, files: dict[str, dict[str, Any]], expected: tuple[int, ...]
 ) -> None:
     assert read_eos_ids(write(tmp_path, **files)) == expected
+
+
+@pytest.mark.parametrize("value", ["151645", [1, None], -1, 1.5, True, {"id": 1}])
+@pytest.mark.parametrize("file", ["generation_config", "config"])
+def test_eos_ids_that_are_none_are_named(tmp_path: Path, file: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"eos_token_id in {file}\.json must be a token id or a list of them"):
+        read_eos_ids(write(tmp_path, **{file: {"eos_token_id": value}}))
 
 
 def test_the_sample_ends_with_its_turn(tokenizer: Tokenizer) -> None:

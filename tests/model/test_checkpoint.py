@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from deltaserve.core.errors import CheckpointError
-from deltaserve.model.checkpoint import first_ten, has_mtp, list_tensors, read_checkpoint
+from deltaserve.model.checkpoint import first_ten, has_mtp, read_checkpoint
 from tests.model.files import write_header
 
 TENSORS = {"b": torch.zeros(3, 5, dtype=torch.bfloat16), "a": torch.ones(7), "mtp.c": torch.ones(2, 2).byte()}
@@ -36,9 +36,10 @@ def raw(directory: Path, header: str | bytes, data: bytes = b"") -> Path:
 
 
 def test_tensors_are_listed_with_dtype_shape_and_size(directory: Path) -> None:
-    found = [(info.name, info.dtype, info.shape, info.num_bytes) for info in list_tensors(directory)]
+    checkpoint = read_checkpoint(directory)
+    found = sorted((info.name, info.dtype, info.shape, info.num_bytes) for info in checkpoint.tensors.values())
     assert found == [("a", "F32", (7,), 28), ("b", "BF16", (3, 5), 30), ("mtp.c", "U8", (2, 2), 4)]
-    assert read_checkpoint(directory).num_bytes == 62
+    assert checkpoint.num_bytes == 62
     assert has_mtp(directory)
 
 
@@ -74,6 +75,8 @@ def test_a_lfs_pointer_is_recognised(directory: Path) -> None:
         ('{"a": {"dtype": "F32", "shape": [1]}}', b"", "not valid"),
         ('{"a": {"dtype": "F32", "shape": 1, "data_offsets": [0, 4]}}', b"1234", "not valid"),
         ('{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4, 8]}}', b"1234", "not valid"),
+        ('{"a": {"dtype": "F32", "shape": [Infinity], "data_offsets": [0, 4]}}', b"1234", "not valid"),
+        (b"[" * 100_000, b"", "not valid"),
         ('{"a": {"dtype": "F12", "shape": [1], "data_offsets": [0, 4]}}', b"1234", "'F12'"),
         ('{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', b"1234", "a in "),
         ('{"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}', b"", "a in "),
@@ -122,6 +125,7 @@ def test_only_indexed_files_are_read_and_the_rest_is_told(directory: Path) -> No
         (dict.fromkeys(["a", "b"], "model.safetensors"), "missing from"),
         ({"a": "model-00002-of-00002.safetensors"}, "model-00002-of-00002.safetensors cannot be read"),
         ({"a": "../model.safetensors"}, "outside its own directory"),
+        ({"a": "model\0.safetensors"}, "cannot be read"),
         (["a"], "not an index"),
         (None, "not an index"),
     ],

@@ -132,6 +132,10 @@ REFUSED = [
     ({"num_hidden_layers": 0}, "num_hidden_layers"),
     ({"num_hidden_layers": "40"}, "num_hidden_layers .*'40'"),
     ({"hidden_size": True}, "hidden_size"),
+    ({"hidden_size": 10**13}, "hidden_size .* to 16777216, not 10000000000000"),
+    ({"head_dim": 10**400}, "head_dim"),
+    ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
+    ({"partial_rotary_factor": 1e308}, "partial_rotary_factor"),
     ({"layer_types": ["linear_attention"]}, "layer_types .* 40"),
     ({"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}, "sliding_attention"),
     ({"num_hidden_layers": 1, "layer_types": [["x"]]}, "layer_types"),
@@ -177,7 +181,7 @@ def test_tensors_decide_on_the_draft_head(
     assert ours.num_mtp_layers == (by_file if names is None else int("mtp.fc.weight" in names))
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{"])
+@pytest.mark.parametrize("content", ["", "[]", "{", "[" * 100_000])
 def test_a_broken_file_is_named(content: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"config.json.*JSON"):

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from deltaserve.model.checkpoint import has_mtp, list_tensors
+from deltaserve.model.checkpoint import has_mtp, read_checkpoint
 from deltaserve.model.load_plan import NO_DRAFT_HEAD
 from deltaserve.model.qwen3_5 import Qwen3_5
 from deltaserve.model.weights import fill_dummy, load_weights, parameters_by_name, ungroup
@@ -52,7 +52,7 @@ def test_what_transformers_saves_loads_with_every_tensor_accounted_for(kind: str
     plan = load_weights(model, model.config, tmp_path)
     num_vision = 12 + 9 if kind == "vl" else 0
     assert len(plan.skipped) == num_vision
-    assert sum(len(job.tensors) for job in plan.jobs) + num_vision == len(list_tensors(tmp_path))
+    assert sum(len(job.tensors) for job in plan.jobs) + num_vision == len(read_checkpoint(tmp_path).tensors)
     assert not any(parameter.is_meta for parameter in model.parameters())
     text_size = sum(p.numel() for name, p in oracle.named_parameters() if ".visual." not in name)
     assert sum(p.numel() for p in model.parameters()) == text_size
@@ -243,7 +243,7 @@ def test_progress_counts_every_byte(make_checkpoint: MakeCheckpoint) -> None:
     directory = make_checkpoint(kind="moe", **SIZES)
     model, seen = build(directory), []
     load_weights(model, model.config, directory, progress=lambda done, total: seen.append((done, total)))
-    total = sum(info.num_bytes for info in list_tensors(directory))
+    total = read_checkpoint(directory).num_bytes
     assert {of for _, of in seen} == {total}
     counts = [done for done, _ in seen]
     assert counts == sorted(set(counts))

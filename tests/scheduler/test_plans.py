@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from deltaserve.core.plan import Cut, Logits, Row, RowKind
+from deltaserve.core.plan import Cut, Logits, Row, RowKind, StepPlan
 from deltaserve.core.request import Request
 from deltaserve.core.types import SamplingParams
 from deltaserve.scheduler.step import RunningRequest, StepInProgress
@@ -177,3 +179,14 @@ def test_a_dropped_row_gives_its_tokens_back() -> None:
     assert step.drop(1)
     assert (step.budget, step.rows(), step.admitted) == (192, (), {})
     assert not step.drop(1)
+
+
+def test_a_plan_reaches_the_other_ranks_however_long_the_engine_has_run() -> None:
+    """Steps and requests are counted without end; what is sent has 32 bits a number."""
+    harness = Harness(budget=192)
+    harness.submit(65, max_tokens=3)
+    early = harness.step()
+    assert early is not None
+    rows = tuple(dataclasses.replace(row, request_id=row.request_id + (1 << 40)) for row in early.rows)
+    late = StepPlan(early.step_id + (1 << 40), rows)
+    assert StepPlan.decode(late.encode()) == StepPlan.decode(early.encode()) == StepPlan(early.step_id, early.rows)

@@ -46,6 +46,9 @@ COMMON: list[tuple[dict[str, Any], str]] = [
     ({"presence_penalty": 2.5}, "presence_penalty"),
     ({"frequency_penalty": -2.5}, "frequency_penalty"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 1e-40}, "repetition_penalty"),
+    ({"repetition_penalty": 1e40}, "repetition_penalty"),
+    ({"temperature": 10**400}, "temperature"),
     ({"n": 0}, "n"),
     ({"n": 129}, "n"),
     ({"n": "2"}, "n"),
@@ -220,11 +223,8 @@ def test_what_is_not_offered_is_refused_by_name(http: Http, engine: FakeClient, 
         b"null",
         b"[]",
         b'"text"',
-        b'{"prompt": "a", "temperature": NaN}',
-        b'{"prompt": "a", "temperature": Infinity}',
-        b'{"prompt": "a", "temperature": 1e999}',
         b'{"prompt": "a", "seed": ' + b"9" * 6000 + b"}",
-        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "a", "\\ud800": 1}',
         b'{"prompt": "\xff"}',
         b'{"prompt": "a"} x',
         b"[" * 200_000,
@@ -236,6 +236,31 @@ def test_bodies_that_are_not_json(http: Http, engine: FakeClient, body: bytes) -
     response = http.request("POST", TEXT, content=body, headers={"content-type": "application/json"})
     check(response, 400, None)
     assert not engine.requests
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b'{"prompt": "a", "temperature": NaN}', "temperature"),
+        (b'{"prompt": "a", "temperature": -Infinity}', "temperature"),
+        (b'{"prompt": "a", "logit_bias": {"5": 1e999}}', "logit_bias.5"),
+        (b'{"prompt": ["a", "\\ud800"]}', "prompt[1]"),
+    ],
+)
+def test_values_that_json_does_not_have_are_named(http: Http, engine: FakeClient, body: bytes, param: str) -> None:
+    response = http.request("POST", TEXT, content=body, headers={"content-type": "application/json"})
+    assert param in check(response, 400, param)
+    assert not engine.requests
+
+
+def test_what_clients_send_is_cut_in_error_sentences(http: Http) -> None:
+    assert len(check(http.post(TEXT, {"prompt": "a", "model": "x" * 9999}), 404, "model", "model_not_found")) < 300
+    assert len(check(http.post(TEXT, {"prompt": "a", "min_tokens": 10**999}), 400, "min_tokens")) < 300
+
+
+def test_template_arguments_may_have_any_name(http: Http) -> None:
+    for name in ("self", "values", "a b", ""):
+        assert http.post(CHAT, {"messages": HELLO, "chat_template_kwargs": {name: 1}}).status_code == 200
 
 
 def test_deep_values_reach_the_template_and_stay_a_400(http: Http) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +64,30 @@ def test_no_model_makes_a_sample_once(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert find_checkpoint(None) == found
     assert weights.stat().st_mtime_ns == written_ns
     assert [path.name for path in (tmp_path / "deltaserve").iterdir()] == [found.directory.name]
+
+
+WRITE_UNTIL_STOPPED = """
+from deltaserve.server import checkpoint
+checkpoint.WRITE_SAMPLE = "import sys, time, pathlib; (pathlib.Path(sys.argv[1]) / 'begun').touch(); time.sleep(60)"
+try:
+    checkpoint._sample()
+except KeyboardInterrupt:
+    print("stopped")
+"""
+
+
+def test_ctrl_c_while_the_sample_is_made_says_nothing_and_leaves_nothing(tmp_path: Path) -> None:
+    """A terminal sends it to the whole group of processes."""
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", WRITE_UNTIL_STOPPED]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, text=True, start_new_session=True, **pipes) as process:  # type: ignore[call-overload]
+        deadline_s = time.monotonic() + 30
+        while not list(tmp_path.glob("deltaserve/.sample-*/begun")) and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.communicate(timeout=30) == ("stopped\n", "")
+    assert not list((tmp_path / "deltaserve").iterdir())
 
 
 def test_the_model_that_ships_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

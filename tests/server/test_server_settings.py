@@ -36,6 +36,11 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
     assert settings.engine_config(DIRECTORY).max_model_len == 4096
 
 
+def test_a_single_name_in_the_file_needs_no_list(tmp_path: Path) -> None:
+    (tmp_path / "serve.yaml").write_text("served-model-name: one\n", "utf-8")
+    assert make_settings({}, tmp_path / "serve.yaml").served_model_name == ("one",)
+
+
 def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").write_text("# nothing\n", "utf-8")
     assert make_settings({}, tmp_path / "empty.yaml") == Settings()
@@ -48,7 +53,9 @@ def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
         ("max_num_sequences: 4", "'max_num_seqs'"),
         ("port: many", "port"),
         ("port: 70000", "--port"),
-        ("debug-checks: 3", "debug_checks"),
+        ("debug-checks: 3", "debug-checks must be bool, not int"),
+        ("max_model_len: [1]", "max-model-len must be int or str, not list"),
+        ("served-model-name: 5", "served-model-name must be list, not int"),
         ("- port", "keys and values"),
         ("port: [", "not YAML"),
         ("5: 6", "unknown key 5"),
@@ -111,6 +118,8 @@ def test_every_flag_is_the_engines_or_the_servers() -> None:
     "fields",
     [
         {"shutdown_timeout": -1.0},
+        {"shutdown_timeout": float("nan")},
+        {"shutdown_timeout": float("inf")},
         {"max_logprobs": -1},
         {"uvicorn_log_level": "loud"},
         {"dtype": "int8"},

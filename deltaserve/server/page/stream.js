@@ -24,6 +24,9 @@ export async function* ask(body, signal) {
     headers: { "content-type": "application/json" },
     body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
     signal,
+  }).catch((error) => {
+    if (error.name === "AbortError") throw error;
+    throw new Error("the server does not answer");
   });
   if (!response.ok) throw new Error((await response.json()).error.message);
   for await (const event of readEvents(response.body)) {
