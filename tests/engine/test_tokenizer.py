@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +85,17 @@ def test_thinking_marks_are_ordinary_tokens(tokenizer: Tokenizer) -> None:
     think, turn_end = tokenizer.token_to_id("<think>"), tokenizer.token_to_id("<|im_end|>")
     assert think not in tokenizer.special_ids and turn_end in tokenizer.special_ids
     assert tokenizer.decode([think, turn_end]) == "<think>"
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) -> None:
+    thread = threading.Thread(target=tokenizer.encode, args=("word " * 300_000,))
+    ticks = [time.perf_counter()]
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.005)
+        ticks.append(time.perf_counter())
+    longest = max(after - before for before, after in itertools.pairwise(ticks))
+    assert longest < (ticks[-1] - ticks[0]) / 2
 
 
 def test_text_that_is_not_unicode_is_the_requests_fault(tokenizer: Tokenizer) -> None:
