@@ -9,12 +9,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from deltaserve.core.version import VERSION
+
 if TYPE_CHECKING:
     from deltaserve.core.config import EngineConfig
     from deltaserve.core.types import SamplingParams
     from deltaserve.engine.llm import LLM
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
 
 _HOMES = {

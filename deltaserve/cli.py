@@ -16,8 +16,8 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from rich.console import Console
 
-import deltaserve
 from deltaserve.core.errors import CheckpointError, ConfigError, DeltaserveError
+from deltaserve.core.version import VERSION
 from deltaserve.server.serve import serve
 from deltaserve.server.settings import Settings, make_settings
 
@@ -41,7 +41,7 @@ def main() -> None:
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        print(deltaserve.__version__)
+        print(VERSION)
         raise typer.Exit
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fastapi import FastAPI
 
-import deltaserve
+from deltaserve.core.version import VERSION
 from deltaserve.engine.client import Client
 from deltaserve.engine.tokenizer import Tokenizer
 from deltaserve.server.app import create_app
@@ -46,7 +46,7 @@ class Edge:
         served = Served(
             names=self.names,
             root=str(self.root),
-            version=deltaserve.__version__,
+            version=VERSION,
             engine=client,
             tokenizer=self.tokenizer,
             template=self.template,

@@ -15,9 +15,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import deltaserve
 from deltaserve.core.errors import ConfigError
+from deltaserve.core.version import VERSION
 
+PACKAGE = Path(__file__).parents[1]
 SHIPPED = Path("models") / "tiny"
 WRITE_SAMPLE = "import sys; from deltaserve.model.sample import write_sample_checkpoint as w; w(sys.argv[1])"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -48,15 +49,14 @@ def find_checkpoint(model: str | None, revision: str | None = None, download_dir
 
 
 def _shipped() -> Checkpoint | None:
-    package = Path(deltaserve.__file__).parent
-    found = (root / SHIPPED for root in (package, package.parent) if (root / SHIPPED / "config.json").is_file())
+    found = (root / SHIPPED for root in (PACKAGE, PACKAGE.parent) if (root / SHIPPED / "config.json").is_file())
     directory = next(found, None)
     return None if directory is None else Checkpoint(directory, "tiny")
 
 
 def _sample() -> Checkpoint:
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deltaserve"
-    directory = root / f"sample-{deltaserve.__version__}"
+    directory = root / f"sample-{VERSION}"
     if not (directory / "config.json").is_file():
         _write_sample(directory)
     note = f"no model was named: serving a small random checkpoint, which writes nonsense ({directory})"
@@ -67,7 +67,7 @@ def _write_sample(directory: Path) -> None:
     """In a process of its own, because it needs torch and this one shall not load it."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=".sample-", dir=directory.parent))
-    paths = os.pathsep.join(filter(None, (str(Path(deltaserve.__file__).parents[1]), os.environ.get("PYTHONPATH"))))
+    paths = os.pathsep.join(filter(None, (str(PACKAGE.parent), os.environ.get("PYTHONPATH"))))
     try:
         command = [sys.executable, "-c", WRITE_SAMPLE, str(temporary)]
         environment = os.environ | {"PYTHONPATH": paths}
