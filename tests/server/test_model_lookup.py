@@ -14,7 +14,6 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-import deltaserve
 from deltaserve.core.errors import ConfigError
 from deltaserve.server import checkpoint
 from deltaserve.server.checkpoint import find_checkpoint
@@ -91,9 +90,8 @@ def test_ctrl_c_while_the_sample_is_made_says_nothing_and_leaves_nothing(tmp_pat
 
 
 def test_the_model_that_ships_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    package = tmp_path / "deltaserve"
     shipped = tmp_path / checkpoint.SHIPPED
     shipped.mkdir(parents=True)
     (shipped / "config.json").write_text("{}", "utf-8")
-    monkeypatch.setattr(deltaserve, "__file__", str(package / "__init__.py"))
+    monkeypatch.setattr(checkpoint, "PACKAGE", tmp_path / "deltaserve")
     assert find_checkpoint(None) == checkpoint.Checkpoint(shipped, "tiny")
