@@ -61,8 +61,9 @@ def test_attention_over_two_kinds_of_keys_has_the_gradients_of_one_softmax() -> 
     ours = attention.attend_drafts(q, keys, values, list(zip(extra[::2], extra[1::2], strict=True)))
     rows = []
     for t in range(count, length):
-        seen_k = [keys[:, :, : t - count + 1], *(extra[2 * i][:, :, t - count + 1 + i, None] for i in range(count))]
-        seen_v = [values[:, :, : t - count + 1], *(extra[2 * i + 1][:, :, t - count + 1 + i, None] for i in range(count))]
+        first = t - count + 1
+        seen_k = [keys[:, :, :first], *(extra[2 * i][:, :, first + i, None] for i in range(count))]
+        seen_v = [values[:, :, :first], *(extra[2 * i + 1][:, :, first + i, None] for i in range(count))]
         p = (torch.einsum("bna,bnta->bnt", q[:, :, t], torch.cat(seen_k, 2)) * 16**-0.5).softmax(-1)
         rows.append(torch.einsum("bnt,bnta->bna", p, torch.cat(seen_v, 2)))
     reference = torch.stack(rows, 2)
