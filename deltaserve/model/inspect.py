@@ -18,7 +18,7 @@ from deltaserve.model import names, quant
 from deltaserve.model.checkpoint import MTP_PREFIX, Checkpoint, read_checkpoint
 from deltaserve.model.config import ModelConfig
 from deltaserve.model.config_file import read_json
-from deltaserve.model.load_plan import LoadPlan, Module, group_modules, plan_load
+from deltaserve.model.load_plan import LoadPlan, Module, by_reason, group_modules, plan_load
 from deltaserve.model.qwen3_5 import Qwen3_5
 from deltaserve.model.sizes import ParameterCounts, conv_state_bytes, parameter_counts, state_bytes
 from deltaserve.model.weights import parameters_by_name
@@ -202,12 +202,9 @@ def _formats(modules: Iterable[Module]) -> Formats:
 
 
 def _skipped(checkpoint: Checkpoint, skipped: Mapping[str, str]) -> tuple[Skipped, ...]:
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in skipped.items():
-        by_reason.setdefault(reason, []).append(name)
     return tuple(
         Skipped(reason, len(found), sum(checkpoint.tensors[name].num_bytes for name in found), found[0])
-        for reason, found in by_reason.items()
+        for reason, found in by_reason(skipped).items()
     )
 
 

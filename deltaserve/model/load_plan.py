@@ -75,16 +75,22 @@ class LoadPlan:
 
     def summary(self) -> tuple[str, ...]:
         """Sentences for people: what is not read and why, and where the config and the tensors differ."""
-        by_reason: dict[str, list[str]] = {}
-        for name, reason in self.skipped.items():
-            by_reason.setdefault(reason, []).append(name)
-        unread = (f"not read: {len(found)} tensors, such as {found[0]} ({why})" for why, found in by_reason.items())
+        found_why = by_reason(self.skipped).items()
+        unread = (f"not read: {len(found)} tensors, such as {found[0]} ({why})" for why, found in found_why)
         return (*unread, *self.notes)
 
     def check(self) -> None:
         """Raises CheckpointError with everything that is wrong."""
         if self.problems:
             raise CheckpointError(f"{self.directory} cannot be loaded: " + "; ".join(self.problems))
+
+
+def by_reason(skipped: Mapping[str, str]) -> dict[str, list[str]]:
+    """Names by the reason why they are skipped."""
+    names_by_reason: defaultdict[str, list[str]] = defaultdict(list)
+    for name, reason in skipped.items():
+        names_by_reason[reason].append(name)
+    return dict(names_by_reason)
 
 
 def plan_load(config: ModelConfig, parameters: Mapping[str, Parameter], checkpoint: Checkpoint) -> LoadPlan:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from deltaserve.model.checkpoint import has_mtp, read_checkpoint
-from deltaserve.model.load_plan import NO_DRAFT_HEAD
+from deltaserve.model.load_plan import NO_DRAFT_HEAD, LoadPlan
 from deltaserve.model.qwen3_5 import Qwen3_5
 from deltaserve.model.weights import fill_dummy, load_weights, parameters_by_name, ungroup
 from deltaserve.parallel.mesh import Mesh
@@ -286,3 +286,13 @@ def test_dummy_routing_is_near_uniform(make_checkpoint: MakeCheckpoint) -> None:
     chosen = (hidden @ model.layers[0].mlp.router.weight.T).topk(4, dim=-1).indices
     share = chosen.flatten().bincount(minlength=16) / chosen.numel()
     assert (share * 16 - 1).abs().max() < 0.5
+
+
+def test_the_summary_groups_what_is_not_read_by_reason() -> None:
+    skipped = {"model.visual.a": "vision", "model.visual.b": "vision", "x.k_scale": "KV scales"}
+    plan = LoadPlan(Path("somewhere"), (), skipped, problems=(), notes=("a note",))
+    assert plan.summary() == (
+        "not read: 2 tensors, such as model.visual.a (vision)",
+        "not read: 1 tensors, such as x.k_scale (KV scales)",
+        "a note",
+    )
