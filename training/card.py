@@ -39,6 +39,14 @@ WHAT = {
 }
 
 
+FIGURES = {
+    "acceptance": "tokens per step with 3 drafts, greedy, held-out chats",
+    "perplexity": "perplexity",
+    "perplexity of fp8": "perplexity of the FP8 export (blocks of 128 x 128)",
+    "perplexity of nvfp4": "perplexity of the NVFP4 export",
+}
+
+
 def score_table(scores: Json) -> str:
     """Markdown rows of the skills that were scored, in the order above."""
     rows = ["| skill | cases | exact | right |", "| --- | ---: | ---: | ---: |"]
@@ -50,9 +58,9 @@ def score_table(scores: Json) -> str:
 
 
 def figure_table(scores: Json) -> str:
-    """Markdown rows of the single figures: perplexities, acceptance."""
+    """Markdown rows of the single figures: acceptance, perplexities."""
     rows = ["| figure | value |", "| --- | ---: |"]
-    rows += [f"| {name} | {value:.4g} |" for name, value in scores.items() if isinstance(value, float)]
+    rows += [f"| {what} | {scores[name]:.4g} |" for name, what in FIGURES.items() if name in scores]
     return "\n".join(rows)
 
 
