@@ -55,24 +55,31 @@ class Block(nn.Module):
         return self
 
 
-class Linear(Block):
-    """y = x W^T; W [out, in], whole or split over ranks. A sum over ranks, where one is due, is the caller's."""
+class Product(Block):
+    """A weight [out, in] and the product x W^T with it."""
 
-    def __init__(self, shape: tuple[int, int], mesh: Mesh, dtype: torch.dtype, split: Split | None = None) -> None:
+    def __init__(self, weight: Parameter) -> None:
         super().__init__()
-        self.weight = Parameter(shape, dtype, split, mesh.rank, mesh.size)
+        self.weight = weight
         self.multiply: linear.Product = self._multiply_as_loaded
 
     def prepare(self) -> None:
-        """Keep the weight only in the layout that multiplies fastest."""
+        """Keep the weight only in the layout that multiplies fastest; one that others hold too stays with them."""
         self.multiply = linear.pack(self.weight)
         del self.weight
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return self.multiply(x_TD)
-
     def _multiply_as_loaded(self, x_TD: Tensor) -> Tensor:
         return linear.linear(x_TD, self.weight)
+
+
+class Linear(Product):
+    """y = x W^T; W [out, in], whole or split over ranks. A sum over ranks, where one is due, is the caller's."""
+
+    def __init__(self, shape: tuple[int, int], mesh: Mesh, dtype: torch.dtype, split: Split | None = None) -> None:
+        super().__init__(Parameter(shape, dtype, split, mesh.rank, mesh.size))
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.multiply(x_TD)
 
 
 class Norm(Block):
@@ -112,26 +119,16 @@ class Embedding(Block):
         return self.mesh.all_reduce(x_TD.masked_fill(absent_T[:, None], 0))
 
 
-class Head(Block):
+class Head(Product):
     """Hidden to logits. `weight` may be the token table itself (tied), and is split as it is."""
 
     def __init__(self, weight: Parameter, mesh: Mesh) -> None:
-        super().__init__()
+        super().__init__(weight)
         self.mesh = mesh
-        self.weight = weight
-        self.multiply: linear.Product = self._multiply_as_loaded
-
-    def prepare(self) -> None:
-        """As Linear's; a token table that is the head too stays beside it."""
-        self.multiply = linear.pack(self.weight)
-        del self.weight
 
     def forward(self, hidden_TD: Tensor) -> Tensor:
         """[T, vocabulary] float32, the same on every rank."""
         return self.mesh.all_gather(self.multiply(hidden_TD).float())
-
-    def _multiply_as_loaded(self, hidden_TD: Tensor) -> Tensor:
-        return linear.linear(hidden_TD, self.weight)
 
 
 class Conv(Block):

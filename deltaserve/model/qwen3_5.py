@@ -22,8 +22,8 @@ from deltaserve.model.layers import (
     Embedding,
     GatedDeltaNet,
     Head,
-    Linear,
     Norm,
+    Product,
 )
 from deltaserve.model.moe import Experts, feed_forward
 from deltaserve.model.mtp import DraftHead, fold_hiddens, keep_hiddens
@@ -50,7 +50,7 @@ class Qwen3_5(Block):
     def prepare(self) -> None:
         """Lay the loaded weights out for this device's products. Once, after loading; changes no values."""
         for module in self.modules():
-            if isinstance(module, Linear | Head | Conv | Experts):
+            if isinstance(module, Product | Conv | Experts):
                 module.prepare()
 
     def forward(self, inputs: BatchInputs) -> Tensor:
