@@ -1,7 +1,7 @@
 """Deltaserve: a serving engine for the Qwen3.5 family of hybrid language models.
 
-The public surface is LLM (offline use), EngineConfig and SamplingParams. They are fetched when first used, so that
-`import deltaserve` costs nothing and a server process never imports torch.
+The public surface is LLM (offline use), EngineConfig, SamplingParams and RequestOptions. They are fetched when first
+used, so that `import deltaserve` costs nothing and a server process never imports torch.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from deltaserve.core.version import VERSION
 
 if TYPE_CHECKING:
     from deltaserve.core.config import EngineConfig
-    from deltaserve.core.types import SamplingParams
+    from deltaserve.core.types import RequestOptions, SamplingParams
     from deltaserve.engine.llm import LLM
 
 __version__ = VERSION
-__all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
+__all__ = ["LLM", "EngineConfig", "RequestOptions", "SamplingParams", "__version__"]
 
 _HOMES = {
     "LLM": "deltaserve.engine.llm",
     "EngineConfig": "deltaserve.core.config",
     "SamplingParams": "deltaserve.core.types",
+    "RequestOptions": "deltaserve.core.types",
 }
 
 

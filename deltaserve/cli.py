@@ -1,4 +1,4 @@
-"""The `deltaserve` command: serve, inspect, bench. Thin: it turns arguments into values and errors into sentences.
+"""The `deltaserve` command: serve, inspect, bench, verify. It turns arguments into values, errors into sentences.
 
 The flags of `serve` are the fields of `server.settings.Settings`; this file only shows them to typer. Parts that load
 torch are imported by the command that needs them.
@@ -70,8 +70,9 @@ def _parameter(name: str, annotation: Any) -> inspect.Parameter:
 
 
 def _option(item: dataclasses.Field[Any]) -> Any:
-    flag = "--" + item.name.replace("_", "-")
-    declaration = f"{flag}/--no-{flag[2:]}" if item.default is False else flag
+    name = item.name.replace("_", "-")
+    opposite = name.removeprefix("no-") if name.startswith("no-") else f"no-{name}"
+    declaration = f"--{name}/--{opposite}" if isinstance(item.default, bool) else f"--{name}"
     shown = False if item.default in (None, ()) or isinstance(item.default, bool) else str(item.default)
     metadata = item.metadata
     return typer.Option(declaration, help=metadata["help"], rich_help_panel=metadata["panel"], show_default=shown)
@@ -135,6 +136,14 @@ def bench_command(context: typer.Context) -> None:
     from deltaserve.bench.main import app as bench  # noqa: PLC0415 - loads torch
 
     bench(context.args, prog_name="deltaserve bench")
+
+
+@app.command("verify", context_settings=PASS_ON, add_help_option=False)
+def verify_command(context: typer.Context) -> None:
+    """Show that every way to an answer, cached or cold, alone or in company, gives the same answer."""
+    from deltaserve.verify.command import app as verify  # noqa: PLC0415 - loads torch
+
+    verify(context.args, prog_name="deltaserve verify")
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ def test_flags_of_every_kind(run: Run) -> None:
     settings = run(
         "some/model", "--port", "9", "--max-model-len", "32k", "--served-model-name", "a,b", "--served-model-name", "c",
         "--debug-checks", "--memory-utilization", "0.5", "--kv-cache-memory-bytes", "4G", "--num-threads", "2",
+        "--no-enable-prefix-caching", "--no-eviction", "--speculative-config", '{"method": "mtp"}',
     )  # fmt: skip
     assert settings == Settings(
         model="some/model",
@@ -58,7 +59,11 @@ def test_flags_of_every_kind(run: Run) -> None:
         memory_utilization=0.5,
         kv_cache_memory_bytes="4G",
         num_threads=2,
+        enable_prefix_caching=False,
+        no_eviction=True,
+        speculative_config='{"method": "mtp"}',
     )
+    assert run("--enable-prefix-caching", "--eviction") == Settings()
 
 
 def test_config_file_and_command_line(run: Run, tmp_path: Path) -> None:

@@ -7,7 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from deltaserve.core.plan import Cut, Logits, Row, RowKind, StepPlan
+from deltaserve.cache.layout import HostSizes
+from deltaserve.core.config import SpeculativeConfig
+from deltaserve.core.plan import BlockOp, Cut, Logits, OpKind, Row, RowKind, StepPlan
+from tests.fake_memory import FakeMemory
+from tests.fakes import make_sizes
 from tests.scheduler.harness import Harness
 
 
@@ -104,3 +108,94 @@ def test_budgets_are_checked() -> None:
     harness.runner._config = config
     with pytest.raises(AssertionError, match="over the token budget"):
         harness.runner.execute(plan)
+
+
+def behind_a_hit(change: Callable[[Row], Row] = lambda row: row) -> None:
+    """The first row of a request that resumes at 128 of a path another one has left; then a step."""
+    harness = Harness(num_pages=16, num_rows=2, budget=512, is_caching=True)
+    harness.submit(150, max_tokens=1)
+    harness.run()
+    request = harness.requests[1]
+    harness.add(request.prompt_ids, request.params)
+    plan = harness.scheduler.schedule()
+    assert plan is not None and plan.rows[0].start == 128
+    harness.runner.execute(dataclasses.replace(plan, rows=(change(plan.rows[0]),)))
+
+
+def test_a_hit_that_is_what_its_tokens_say_passes() -> None:
+    behind_a_hit()
+
+
+HITS: list[tuple[str, Callable[[Row], Row], str]] = [
+    ("another slot", changed(slot_in=4), "stale|slot"),
+    ("pages swapped", lambda row: dataclasses.replace(row, new_pages=(2, 1, *row.new_pages[2:])), "foreign page"),
+    ("a page nobody wrote", lambda row: dataclasses.replace(row, new_pages=(1, 9, *row.new_pages[2:])), "foreign page"),
+    ("written over what is shared", lambda row: dataclasses.replace(row, new_pages=(1, 2, 2)), "a page twice"),
+    ("the empty slot", changed(slot_in=0), ""),
+]
+
+
+@pytest.mark.parametrize(("change", "match"), [h[1:] for h in HITS], ids=[h[0] for h in HITS])
+def test_a_wrong_hit_is_caught(change: Callable[[Row], Row], match: str) -> None:
+    with pytest.raises(AssertionError, match=match):
+        behind_a_hit(change)
+
+
+def memory() -> FakeMemory:
+    """Page 1 and slot 1 are written, sealed and saved as host blocks 1."""
+    memory = FakeMemory(make_sizes(4, 1, host=HostSizes(2, 2)))
+    for offset in range(64):
+        memory.write_kv(1, offset, 5)
+    memory.write_state(1, 6)
+    for is_slot in (False, True):
+        memory.do(BlockOp(OpKind.SEAL, is_slot, 1), set(), set())
+        memory.do(BlockOp(OpKind.SAVE, is_slot, 1, 1), set(), set())
+    return memory
+
+
+@pytest.mark.parametrize("is_slot", [False, True])
+def test_what_comes_back_is_what_was_sealed(is_slot: bool) -> None:
+    fake = memory()
+    fake.do(BlockOp(OpKind.POISON, is_slot, 1), set(), set())
+    fake.do(BlockOp(OpKind.RESTORE, is_slot, 1, 2), set(), set())
+    fake.do(BlockOp(OpKind.PROVE, is_slot, 2), set(), set())
+    pool = fake.slots if is_slot else fake.pages
+    pool.device[2] = 7 if is_slot else [7] * 64  # type: ignore[call-overload]
+    with pytest.raises(AssertionError, match="not what was sealed"):
+        fake.do(BlockOp(OpKind.PROVE, is_slot, 2), set(), set())
+
+
+def test_what_is_published_is_not_written() -> None:
+    fake = memory()
+    with pytest.raises(AssertionError, match="page 1 is published"):
+        fake.write_kv(1, 0, 8)
+    with pytest.raises(AssertionError, match="slot 1 is published"):
+        fake.write_state(1, 8)
+    fake.do(BlockOp(OpKind.POISON, True, 1), set(), set())
+    fake.write_state(1, 8)
+
+
+@pytest.mark.parametrize(
+    ("op", "match"),
+    [
+        (BlockOp(OpKind.POISON, False, 1), "while in use"),
+        (BlockOp(OpKind.RESTORE, False, 1, 1), "in use"),
+        (BlockOp(OpKind.SEAL, False, 2), "nobody wrote"),
+        (BlockOp(OpKind.SAVE, True, 2, 1), "nobody wrote"),
+        (BlockOp(OpKind.SAVE, False, 1, 3), "outside the host tier"),
+        (BlockOp(OpKind.PROVE, True, 0), "outside the pool"),
+    ],
+)
+def test_orders_that_cannot_be_right(op: BlockOp, match: str) -> None:
+    with pytest.raises(AssertionError, match=match):
+        memory().do(op, {1}, {1})
+
+
+def test_drafts_are_right_often_and_wrong_often() -> None:
+    """And what the wrong ones leave is never read: the tokens are those of a request without drafts."""
+    harness = Harness(num_pages=16, num_rows=2, budget=64, speculative=SpeculativeConfig(num_drafts=3))
+    harness.submit(100, max_tokens=300)
+    harness.run()
+    harness.assert_all_finished()
+    verified = [row for plan in harness.runner.steps for row in plan.rows if row.kind == RowKind.VERIFY]
+    assert 100 < len(verified) < 200

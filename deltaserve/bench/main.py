@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import typer
 
+from deltaserve.bench.cache import cache
 from deltaserve.bench.cpu import cpu
 
 app = typer.Typer(help="Measure, and write down what was measured.", no_args_is_help=True, add_completion=False)
 app.command("cpu")(cpu)
-
-
-@app.callback()
-def _commands() -> None:
-    """Keeps `cpu` a subcommand while it is the only one."""
+app.command("cache")(cache)

@@ -67,12 +67,13 @@ class CacheSpec:
 
     @property
     def row_bytes(self) -> int:
-        """What a running row owns beside pages and slots: its (k, u, g) ring and its conv ring."""
+        """What a running row owns beside pages and slots: (k, u, g) ring, conv ring, with drafts its last hidden."""
         keys = self.num_key_heads * self.key_head_dim * DTYPE_BYTES[self.compute_dtype]
         updates = self.num_value_heads * self.value_head_dim * DTYPE_BYTES["float32"]
         decays = self.num_value_heads * DTYPE_BYTES["float32"]
         conv = self.conv_ring_width * self.conv_channels * DTYPE_BYTES[self.compute_dtype]
-        return self.num_gdn_layers * (BLOCK * (keys + updates + decays) + conv)
+        last_hidden = bool(self.num_drafts) * self.hidden_size * DTYPE_BYTES[self.compute_dtype]
+        return self.num_gdn_layers * (BLOCK * (keys + updates + decays) + conv) + last_hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,12 @@ class CacheConfig:
     kv_cache_memory_bytes: int | None = None
     mean_sequence_tokens: int | None = None
     memory_utilization: float = 0.4
+    enable_prefix_caching: bool = True
+    num_snapshots: int | None = None  # slots beyond those of running rows; None: by share
+    snapshot_memory_share: float = 0.25  # of the memory for cached content, device and host alike; pages get the rest
+    retained_turns: int = 3  # turn ends of a conversation that keep their snapshots
+    snapshot_interval: int = 0  # tokens between periodic snapshots (a multiple of 64); 0: none
+    host_cache_bytes: int = 0  # second tier; 0: none
 
     def __post_init__(self) -> None:
         sizes = (self.num_pages, self.kv_cache_memory_bytes, self.mean_sequence_tokens)
@@ -99,14 +106,41 @@ class CacheConfig:
         for flag, size in zip(("--num-pages", "--kv-cache-memory-bytes", "--mean-sequence-tokens"), sizes, strict=True):
             if size is not None and size < 1:
                 raise ConfigError(f"{flag} must be at least 1, not {size}")
+        self._check_prefix_cache()
+
+    def _check_prefix_cache(self) -> None:
+        if not 0 <= self.snapshot_memory_share < 1:
+            raise ConfigError(f"--snapshot-memory-share must be in [0, 1), not {self.snapshot_memory_share}")
+        if self.snapshot_interval % BLOCK:
+            raise ConfigError(f"--snapshot-interval must be a multiple of {BLOCK}, not {self.snapshot_interval}")
+        counts = {
+            "--num-snapshots": self.num_snapshots or 0,
+            "--retained-turns": self.retained_turns,
+            "--snapshot-interval": self.snapshot_interval,
+            "--host-cache-bytes": self.host_cache_bytes,
+        }
+        for flag, count in counts.items():
+            if count < 0:
+                raise ConfigError(f"{flag} must be at least 0, not {count}")
+        if self.host_cache_bytes and not self.enable_prefix_caching:
+            raise ConfigError("--host-cache-bytes needs the prefix cache; drop --no-enable-prefix-caching")
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """`max_num_batched_tokens` is the most tokens one step computes, over all its rows."""
+    """`max_num_batched_tokens` is the most tokens one step computes, over all its rows.
+
+    A prompt with at least `long_prefill_min_tokens` left to compute is long: while others decode or wait with short
+    prompts, long ones together get at most `long_prefill_share` of the wall time. `no_eviction` admits a request only
+    when all that it may come to need is free. `max_queued` waiting requests are the most; one more is refused (429).
+    """
 
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 2048
+    long_prefill_share: float = 0.5
+    long_prefill_min_tokens: int = 4096
+    no_eviction: bool = False
+    max_queued: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
@@ -115,6 +149,35 @@ class SchedulerConfig:
             raise ConfigError(
                 f"--max-num-batched-tokens must be at least {BLOCK}, not {self.max_num_batched_tokens}: prefill chunks "
                 f"end on multiples of {BLOCK} tokens"
+            )
+        if not 0 < self.long_prefill_share <= 1:
+            raise ConfigError(f"--long-prefill-share must be in (0, 1], not {self.long_prefill_share}")
+        if self.long_prefill_min_tokens < 1:
+            raise ConfigError(f"--long-prefill-min-tokens must be at least 1, not {self.long_prefill_min_tokens}")
+        if self.max_queued is not None and self.max_queued < 0:
+            raise ConfigError(f"--max-queued-requests must be at least 0, not {self.max_queued}")
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """Drafts from the model's own MTP head. `num_drafts` 0: none (the head is then not loaded).
+
+    `synthetic_acceptance` (accepted tokens a step, the sampled one included) replaces the comparison of drafts by a
+    fixed schedule: for benchmarks, its text means nothing. `is_adaptive` lets each request's draft count follow what
+    of its drafts was accepted.
+    """
+
+    num_drafts: int = 0
+    synthetic_acceptance: float | None = None
+    is_adaptive: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_drafts <= 7:
+            raise ConfigError(f"num_speculative_tokens must be between 0 and 7, not {self.num_drafts}")
+        if self.synthetic_acceptance is not None and not 1 <= self.synthetic_acceptance <= 1 + self.num_drafts:
+            raise ConfigError(
+                f"an acceptance of {self.synthetic_acceptance} tokens a step cannot come from {self.num_drafts} "
+                f"drafts; it is between 1 and {1 + self.num_drafts}, the sampled token included"
             )
 
 
@@ -132,6 +195,7 @@ class EngineConfig:
     debug_checks: bool = False  # run check() of every owner after each step, fill retired rows with NaN
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
 
     def __post_init__(self) -> None:
         _check_choice("--dtype", self.dtype, ("auto", "float32", "bfloat16"))

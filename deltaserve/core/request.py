@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from deltaserve.core.types import SamplingParams, TokenLogprob
+from deltaserve.core.types import CacheRecord, RequestOptions, SamplingParams, TokenLogprob
 
 
 class RequestStatus(enum.Enum):
@@ -27,6 +27,7 @@ class RequestStatus(enum.Enum):
 class Request:
     """Mutable state of one request. Only the scheduler changes it.
 
+    `block_hashes` is the cache manager's: the chain of hashes of the known full blocks, as far as it has been needed.
     `id` is unique for the engine's lifetime. `params.max_tokens` and `params.seed` are never None here: the engine
     resolves them at admission. `stop_ids` joins the request's stop ids with the checkpoint's end-of-sequence ids.
     """
@@ -36,6 +37,7 @@ class Request:
     params: SamplingParams
     stop_ids: frozenset[int] = frozenset()
     arrival_s: float = 0.0
+    options: RequestOptions = RequestOptions()
     status: RequestStatus = RequestStatus.WAITING
     output_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
@@ -43,6 +45,8 @@ class Request:
     num_cached: int = 0
     num_preemptions: int = 0
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    cache_record: CacheRecord | None = None
 
     @property
     def num_known(self) -> int:

@@ -50,6 +50,47 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """What a request asks of scheduler and cache; nothing here changes a token of its answer.
+
+    `priority`: lower goes first; equal ones in order of arrival. Requests share cached prefixes only within one
+    `cache_salt`. `session_id` names a conversation whose turns are kept together; None: the shared path of tokens
+    says which conversation it is. `use_drafts` False: no speculation for this request.
+    """
+
+    priority: int = 0
+    cache_salt: str = ""
+    session_id: str | None = None
+    use_drafts: bool = True
+
+
+class CacheNote(enum.StrEnum):
+    """Why a prefix hit was not longer."""
+
+    FULL = "full"  # it could not have been: only the last, partial block was left
+    OFF = "off"  # the prefix cache is switched off
+    PROMPT_LOGPROBS = "prompt_logprobs"  # every position was asked for, so every one is computed
+    COLD = "cold"  # no other request shares the first block (in this salt)
+    DIVERGED = "diverged"  # known up to where this prompt leaves every known path
+    NO_SNAPSHOT = "no_snapshot"  # the pages go further, the nearest state does not
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRecord:
+    """How a request met the prefix cache when it last took a row.
+
+    `num_cached` tokens were not computed: the boundary it resumed from. `num_matched` >= num_cached is how far its
+    pages are known. `num_restored` of the cached tokens came back from host memory.
+    """
+
+    num_prompt: int
+    num_cached: int
+    num_matched: int
+    num_restored: int
+    note: CacheNote
+
+
+@dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """One position: the token there, its natural-log probability and rank (1 = likeliest), and the likeliest others.
 
@@ -69,7 +110,7 @@ class TokenChunk:
 
     `stop_token_id` is the id that ended it, if one did. `logprobs` is parallel to `token_ids` where asked for.
     `prompt_logprobs` comes once, in the first chunk, with None for position 0. `num_cached` counts prompt tokens
-    that were not computed because a prefix hit held them. `error` is a sentence for the client when
+    that were not computed because a prefix hit held them; `cache` says more, once, in the first chunk. `error` is a sentence for the client when
     `finish_reason` is ERROR.
     """
 
@@ -80,4 +121,5 @@ class TokenChunk:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     num_cached: int = 0
+    cache: CacheRecord | None = None
     error: str | None = None

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from deltaserve.core.errors import ContextLengthError, RequestError
-from deltaserve.core.types import SamplingParams
+from deltaserve.core.types import RequestOptions, SamplingParams
 
 _SEEDS = (-(1 << 63), (1 << 64) - 1)
+MAX_PRIORITY = (1 << 31) - 1
+MAX_NAME_CHARS = 1024  # of a salt or a session id
 _HOTTEST = 1e30  # logits are float32, and so is their quotient by the temperature
 
 # field: (lowest, highest, is the lowest itself allowed)
@@ -52,6 +54,34 @@ def admit(prompt_ids: Sequence[int], params: SamplingParams, limits: Limits) -> 
     if not prompt_ids:
         raise RequestError("the prompt is empty; it must hold at least one token", "prompt")
     return _fit(len(prompt_ids), params, limits.max_model_len)
+
+
+def check_options(options: RequestOptions) -> RequestOptions:
+    """The same options. Raises RequestError naming the field."""
+    priority: object = options.priority
+    is_whole = isinstance(priority, int) and not isinstance(priority, bool)
+    if not (is_whole and -MAX_PRIORITY <= options.priority <= MAX_PRIORITY):
+        sentence = f"priority must be a whole number between {-MAX_PRIORITY} and {MAX_PRIORITY}, not {priority!r:.80}"
+        raise RequestError(sentence, "priority")
+    if options.session_id is not None:
+        if not options.session_id:
+            raise RequestError("session_id must not be empty; leave it out", "session_id")
+        _check_name("session_id", options.session_id)
+    _check_name("cache_salt", options.cache_salt)
+    if not isinstance(options.use_drafts, bool):
+        raise RequestError(f"use_drafts must be true or false, not {options.use_drafts}", "use_drafts")
+    return options
+
+
+def _check_name(name: str, text: object) -> None:
+    if not isinstance(text, str):
+        raise RequestError(f"{name} must be text, not {text!r:.80}", name)
+    if len(text) > MAX_NAME_CHARS:
+        raise RequestError(f"{name} must have at most {MAX_NAME_CHARS} characters, not {len(text)}", name)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"{name} holds a lone surrogate, which no UTF-8 text can hold", name) from None
 
 
 def _fit(num_prompt: int, params: SamplingParams, max_model_len: int) -> SamplingParams:

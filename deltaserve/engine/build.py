@@ -14,15 +14,16 @@ from deltaserve.cache.layout import PoolSizes, fit_model_len, plan_pools
 from deltaserve.cache.manager import CacheManager
 from deltaserve.core.config import DTYPE_BYTES, EngineConfig
 from deltaserve.core.errors import ConfigError
+from deltaserve.engine.identity import model_identity
 from deltaserve.engine.info import EngineInfo
 from deltaserve.engine.loop import Engine, Runner
 from deltaserve.engine.machine import available_memory_bytes, keep_freed_memory, num_threads
 from deltaserve.engine.team import Team
-from deltaserve.engine.tokenizer import read_eos_ids
+from deltaserve.engine.tokenizer import read_chat_markers, read_eos_ids
 from deltaserve.model.config import ModelConfig
 from deltaserve.model.sizes import parameter_counts
 from deltaserve.parallel.mesh import SINGLE
-from deltaserve.runner.build import cache_spec, load_runner
+from deltaserve.runner.build import cache_spec, load_runner, served_model
 from deltaserve.scheduler.scheduler import Scheduler
 
 Progress = Callable[[str, float], None]
@@ -57,8 +58,9 @@ def build_engine(
     """
     keep_freed_memory()
     config = replace(config, num_threads=num_threads(config.num_threads))
-    model_config = ModelConfig.from_directory(config.model)
+    model_config = served_model(config, ModelConfig.from_directory(config.model))
     sizes = size_pools(config, model_config)
+    manager = _cache_manager(config, sizes)
     timeline.mark("config")
     team = None
     if config.tensor_parallel_size > 1:
@@ -71,15 +73,25 @@ def build_engine(
             team.abandon()
         raise
     timeline.mark("pools" if "weights" in timeline.stages_s else "load")
-    manager = CacheManager(sizes)
     return Engine(
-        Scheduler(config.scheduler, manager, sizes.max_model_len),
+        Scheduler(config.scheduler, manager, sizes.max_model_len, config.speculative),
         manager,
         runner,
         _info(config, model_config, sizes, timeline, notes),
         seed=config.seed,
         debug_checks=config.debug_checks,
         on_close=None if team is None else team.close,
+    )
+
+
+def _cache_manager(config: EngineConfig, sizes: PoolSizes) -> CacheManager:
+    has_cache = config.cache.enable_prefix_caching
+    return CacheManager(
+        sizes,
+        config.cache,
+        identity=model_identity(config) if has_cache else "",
+        markers=read_chat_markers(config.model) if has_cache else None,
+        debug=config.debug_checks,
     )
 
 
@@ -118,11 +130,20 @@ def _info(
         pools=sizes.summary(),
         notes=notes,
         timings_s=timeline.stages_s,
+        has_prefix_cache=config.cache.enable_prefix_caching,
+        num_snapshots=sizes.num_snapshots,
+        num_host_pages=sizes.host.num_pages,
+        num_host_slots=sizes.host.num_slots,
+        num_drafts=config.speculative.num_drafts,
+        synthetic_acceptance=config.speculative.synthetic_acceptance,
     )
 
 
 def size_pools(config: EngineConfig, model_config: ModelConfig) -> PoolSizes:
-    """The pools of each rank: what is free now, less the weights, shared by the ranks of this host."""
+    """The pools of each rank: what is free now, less weights and host tier, shared by the ranks of this host.
+
+    `host_cache_bytes` is the budget of all ranks together.
+    """
     spec = cache_spec(config, model_config)
     weights_bytes = _num_weights(model_config) * DTYPE_BYTES[spec.compute_dtype]
     free_bytes = available_memory_bytes()
@@ -131,9 +152,17 @@ def size_pools(config: EngineConfig, model_config: ModelConfig) -> PoolSizes:
             f"the weights of {config.model} take {weights_bytes / 2**30:.1f} GiB as {spec.compute_dtype}, but only "
             f"{free_bytes / 2**30:.1f} GiB of memory are free; free some memory or choose a smaller model"
         )
+    host_bytes = config.cache.host_cache_bytes
+    if host_bytes and weights_bytes + host_bytes >= free_bytes:
+        raise ConfigError(
+            f"--host-cache-bytes {host_bytes} ({host_bytes / 2**30:.1f} GiB) is more than the host has beside the "
+            f"weights: {(free_bytes - weights_bytes) / 2**30:.1f} GiB of memory are free; lower it"
+        )
     longest = model_config.max_position_embeddings
-    arguments = (spec, config.cache, config.scheduler)
-    available_bytes = (free_bytes - weights_bytes) // config.tensor_parallel_size
+    num_ranks = config.tensor_parallel_size
+    cache = replace(config.cache, host_cache_bytes=host_bytes // num_ranks)
+    arguments = (spec, cache, config.scheduler)
+    available_bytes = (free_bytes - weights_bytes - host_bytes) // num_ranks
     if config.max_model_len is None:
         max_model_len = fit_model_len(*arguments, longest, available_bytes)
     elif config.max_model_len > longest:

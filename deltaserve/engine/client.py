@@ -18,6 +18,7 @@ import contextlib
 import itertools
 import shutil
 import subprocess
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -27,14 +28,16 @@ import zmq
 import zmq.asyncio
 
 from deltaserve.core.config import EngineConfig
-from deltaserve.core.errors import ContextLengthError, DeltaserveError, EngineDeadError, RequestError
-from deltaserve.core.types import FinishReason, SamplingParams, TokenChunk
+from deltaserve.core.errors import DeltaserveError, EngineDeadError
+from deltaserve.core.events import CacheEvent
+from deltaserve.core.types import FinishReason, RequestOptions, SamplingParams, TokenChunk
 from deltaserve.engine import launch, messages
-from deltaserve.engine.admission import admit
+from deltaserve.engine.admission import admit, check_options
 from deltaserve.engine.child import Failure, read_failure, write_failure
-from deltaserve.engine.info import EngineInfo, EngineStats
+from deltaserve.engine.info import EngineInfo, EngineStats, RequestRecord
 
 V = TypeVar("V")
+R = TypeVar("R", messages.Stats, messages.Records, messages.Events, messages.Done)
 
 _WATCH_S = 0.2
 _STOP_TIMEOUT_S = 5.0
@@ -55,7 +58,7 @@ class Client:
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
-        self._stats: list[asyncio.Future[EngineStats]] = []
+        self._answers: deque[asyncio.Future[messages.Reply]] = deque()  # to the questions that are out, in order
         self._on_progress: Callable[[str, float], None] = lambda stage, fraction: None
         self._is_closing = False
         self._died = asyncio.Event()
@@ -95,16 +98,22 @@ class Client:
         return self._process.pid
 
     def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, request_id: int | None = None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: int | None = None,
+        options: RequestOptions = RequestOptions(),  # noqa: B008 - frozen
     ) -> AsyncGenerator[TokenChunk, None]:
         """The chunks of one request; the last one has a finish_reason.
 
         A wrong request raises RequestError or ContextLengthError here, at the call. The request reaches the engine
-        when the first chunk is asked for. `request_id`, if given, comes from `new_request_id`.
+        when the first chunk is asked for, which raises OverloadedError if the queue is full. `request_id`, if given,
+        comes from `new_request_id`.
         """
         self._refuse_if_gone()
         admit(prompt_ids, params, self.info.limits)
-        return self._stream(self.new_request_id() if request_id is None else request_id, tuple(prompt_ids), params)
+        request_id = self.new_request_id() if request_id is None else request_id
+        return self._stream(messages.Submit(request_id, tuple(prompt_ids), params, check_options(options)))
 
     def new_request_id(self) -> int:
         """An id for `generate`, for who wants to `abort` by it."""
@@ -119,11 +128,19 @@ class Client:
 
     async def stats(self) -> EngineStats:
         """How the engine stands; answered between two steps, after everything sent before."""
-        self._refuse_if_gone()
-        future: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
-        self._stats.append(future)
-        self._send(messages.GetStats())
-        return await future
+        return (await self._ask(messages.GetStats(), messages.Stats)).stats
+
+    async def records(self) -> list[RequestRecord]:
+        """How the latest requests met the prefix cache, oldest first."""
+        return (await self._ask(messages.GetRecords(), messages.Records)).records
+
+    async def cache_events(self) -> tuple[CacheEvent, ...]:
+        """What has happened in the prefix cache since the last call, in order; a gap in their numbers is a loss."""
+        return (await self._ask(messages.GetEvents(), messages.Events)).in_order()
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix; running requests keep what they use."""
+        await self._ask(messages.ResetPrefixCache(), messages.Done)
 
     async def wait_dead(self) -> str:
         """Returns when the engine has died, with the reason. A shutdown is not a death."""
@@ -157,14 +174,13 @@ class Client:
     ) -> None:
         await self.shutdown()
 
-    async def _stream(
-        self, request_id: int, prompt_ids: tuple[int, ...], params: SamplingParams
-    ) -> AsyncGenerator[TokenChunk, None]:
+    async def _stream(self, submit: messages.Submit) -> AsyncGenerator[TokenChunk, None]:
         self._refuse_if_gone()
+        request_id = submit.request_id
         inbox = self._inboxes[request_id] = _Inbox()
         self._is_idle.clear()
         try:
-            self._send(messages.Submit(request_id, prompt_ids, params))
+            self._send(submit)
             while True:
                 chunk = await inbox.take()
                 yield chunk
@@ -176,6 +192,15 @@ class Client:
                 self._is_idle.set()
             if not inbox.is_complete:
                 self._send(messages.Abort(request_id))
+
+    async def _ask(self, question: messages.Question, kind: type[R]) -> R:
+        self._refuse_if_gone()
+        future: asyncio.Future[messages.Reply] = asyncio.get_running_loop().create_future()
+        self._answers.append(future)
+        self._send(question)
+        answer = await future
+        assert isinstance(answer, kind), answer
+        return answer
 
     def _refuse_if_gone(self) -> None:
         if self.dead_reason is not None:
@@ -205,14 +230,13 @@ class Client:
                         inbox.put(chunk)
             case messages.Rejected():
                 if (inbox := self._inboxes.get(message.request_id)) is not None:
-                    kind = ContextLengthError if message.is_context_length else RequestError
-                    inbox.fail(kind(message.message, message.param))
-            case messages.Stats():
-                _resolve(self._stats.pop(0), message.stats)
+                    inbox.fail(message.to_error())
             case messages.Progress():
                 self._on_progress(message.stage, message.fraction)
             case messages.Ready():
                 _resolve(self._ready, message.info)
+            case _:
+                _resolve(self._answers.popleft(), message)
 
     async def _watch(self) -> None:
         while (code := self._process.poll()) is None:
@@ -233,7 +257,7 @@ class Client:
             self._ready.set_exception(error)
         for inbox in self._inboxes.values():
             inbox.fail(EngineDeadError(self.dead_reason))
-        for future in self._stats:
+        for future in self._answers:
             if not future.done():
                 future.set_exception(EngineDeadError(self.dead_reason))
         if not self._is_closing:
@@ -314,6 +338,7 @@ def merge(chunks: Sequence[TokenChunk]) -> TokenChunk:
         finish_reason=last.finish_reason,
         stop_token_id=last.stop_token_id,
         num_cached=max(chunk.num_cached for chunk in chunks),
+        cache=next((chunk.cache for chunk in chunks if chunk.cache is not None), None),
         error=last.error,
     )
 

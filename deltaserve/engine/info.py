@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from deltaserve.cache.manager import CacheStats
+from deltaserve.core.types import CacheRecord
 from deltaserve.engine.admission import Limits
+from deltaserve.scheduler.speculation import DraftCounts
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What stays as it is from the start on.
 
-    `num_pages` and `num_slots` count what requests can hold, the reserved ones apart. `pools` and `notes` (on the
+    `num_pages` and `num_slots` count what requests and cache can hold, the reserved ones apart; `num_snapshots` of the
+    slots are the cache's even when all rows are busy, and the second tier comes on top. `pools` and `notes` (on the
     checkpoint) are sentences for people. `eos_ids` end a request unless it ignores them. `timings_s` says where the
-    start went, in order.
+    start went, in order. `synthetic_acceptance` (tokens a step) means that texts are not the model's.
     """
 
     model_type: str
@@ -28,6 +32,12 @@ class EngineInfo:
     pools: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     timings_s: dict[str, float] = field(default_factory=dict)
+    has_prefix_cache: bool = True
+    num_snapshots: int = 0
+    num_host_pages: int = 0
+    num_host_slots: int = 0
+    num_drafts: int = 0
+    synthetic_acceptance: float | None = None
 
     @property
     def limits(self) -> Limits:
@@ -35,11 +45,20 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """How one request met the prefix cache."""
+
+    request_id: int
+    cache: CacheRecord
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
-    """How things stand between two steps; the second half counts from the start of the engine.
+    """How things stand between two steps; what follows `num_slots` counts from the start of the engine.
 
     `num_prompt_tokens` and `num_cached_tokens` count the prompts of requests whose first token is out;
-    `num_computed_tokens` counts every token that went through the model, a recomputed one each time.
+    `num_computed_tokens` counts every token that went through the model, a recomputed one each time. Free pages hold
+    nothing; available ones are free, or hold only what the cache may drop. `num_refused` requests met a full queue.
     """
 
     num_running: int
@@ -56,6 +75,14 @@ class EngineStats:
     num_computed_tokens: int
     num_steps: int
     steps_s: float
+    num_available_pages: int = 0
+    num_available_slots: int = 0
+    num_snapshots: int = 0
+    num_host_pages: int = 0
+    num_host_slots: int = 0
+    num_refused: int = 0
+    cache: CacheStats = field(default_factory=CacheStats)
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
     @property
     def mean_step_s(self) -> float:

@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 from deltaserve.core.errors import CheckpointError, RequestError
-from deltaserve.core.types import FinishReason, SamplingParams, TokenChunk, TokenLogprob
+from deltaserve.core.types import CacheRecord, FinishReason, RequestOptions, SamplingParams, TokenChunk, TokenLogprob
 from deltaserve.engine.build import Timeline, build_engine
 from deltaserve.engine.loop import Engine
 from deltaserve.engine.settings import engine_config
@@ -27,6 +27,7 @@ from deltaserve.engine.text import TextStream
 from deltaserve.engine.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
+Each = TypeVar("Each", SamplingParams, RequestOptions)
 
 
 @dataclass(slots=True)
@@ -34,7 +35,8 @@ class Completion:
     """What one prompt gave. `token_ids` and, where asked for, `logprobs` are cut at a stop string like `text`.
 
     `stop_reason` is the stop string or stop token id that ended it. `num_cached` counts prompt tokens that were not
-    computed. `error` is set when `finish_reason` is ERROR.
+    computed, and `cache` says why not more; neither counts when completions are compared. `error` is set when
+    `finish_reason` is ERROR.
     """
 
     prompt_ids: tuple[int, ...]
@@ -44,7 +46,8 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    num_cached: int = 0
+    num_cached: int = field(default=0, compare=False)
+    cache: CacheRecord | None = field(default=None, compare=False)
     error: str | None = None
 
 
@@ -64,18 +67,22 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        options: RequestOptions | Sequence[RequestOptions] | None = None,
         show_progress: bool = False,
     ) -> list[Completion]:
-        """One completion per prompt, in order. A prompt is text or token ids; `params` is one for all or one for each.
+        """One completion per prompt, in order. A prompt is text or token ids; `params` and `options` are one for all
+        or one for each.
 
         Raises RequestError if any of them cannot be served, before any is run. `show_progress` needs `rich`.
         """
         all_ids = [self._encode(prompt) for prompt in _as_list(prompts)]
         runs: dict[int, _Run] = {}
         try:
-            for prompt_ids, own in zip(all_ids, _one_for_each(params, len(all_ids)), strict=True):
+            each_params = _one_for_each("params", params, SamplingParams, len(all_ids))
+            each_options = _one_for_each("options", options, RequestOptions, len(all_ids))
+            for prompt_ids, own, its in zip(all_ids, each_params, each_options, strict=True):
                 run = _Run(Completion(prompt_ids), TextStream(self.tokenizer, own))
-                runs[self.engine.submit(prompt_ids, own)] = run
+                runs[self.engine.submit(prompt_ids, own, options=its)] = run
             completions = [run.completion for run in runs.values()]
             with _progress_bar(len(runs), show_progress) as advance:
                 self._run(runs, advance)
@@ -83,6 +90,10 @@ class LLM:
             for request_id in runs:
                 self.engine.abort(request_id)
         return completions
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        self.engine.reset_prefix_cache()
 
     def close(self) -> None:
         self.engine.close()
@@ -127,6 +138,7 @@ class _Run:
         if chunk.prompt_logprobs is not None:
             out.prompt_logprobs = chunk.prompt_logprobs
         out.num_cached = max(out.num_cached, chunk.num_cached)  # every chunk of tokens says it
+        out.cache = out.cache or chunk.cache
         out.finish_reason, out.stop_reason, out.error = delta.finish_reason, delta.stop_reason, chunk.error
         return delta.finish_reason is not None
 
@@ -139,14 +151,14 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     return cast("Sequence[Prompt]", prompts)
 
 
-def _one_for_each(params: object, count: int) -> Sequence[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if not isinstance(params, Sequence) or not all(isinstance(item, SamplingParams) for item in params):
-        raise RequestError(f"params must be SamplingParams or a list of them, not {params!r:.80}", "params")
-    if len(params) != count:
-        raise RequestError(f"{count} prompts but {len(params)} params; give one for all, or one each", "params")
-    return params
+def _one_for_each(name: str, given: object, kind: type[Each], count: int) -> Sequence[Each]:
+    if given is None or isinstance(given, kind):
+        return [given or kind()] * count
+    if not isinstance(given, Sequence) or not all(isinstance(item, kind) for item in given):
+        raise RequestError(f"{name} must be {kind.__name__} or a list of them, not {given!r:.80}", name)
+    if len(given) != count:
+        raise RequestError(f"{count} prompts but {len(given)} {name}; give one for all, or one each", name)
+    return given
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import zmq
 
-from deltaserve.core.errors import ContextLengthError, RequestError
+from deltaserve.core.errors import OverloadedError, RequestError
 from deltaserve.engine import child, messages
 from deltaserve.engine.build import Timeline, build_engine
 from deltaserve.engine.launch import EngineJob
@@ -77,18 +77,30 @@ def _wait_ms(engine: Engine) -> int | None:
     return _STALL_MS if engine.is_stalled else 0
 
 
-def _obey(engine: Engine, link: Link, message: messages.Submit | messages.Abort | messages.GetStats) -> None:
+def _obey(engine: Engine, link: Link, message: messages.Submit | messages.Abort | messages.Question) -> None:
     match message:
         case messages.Submit():
             try:
-                engine.submit(message.prompt_ids, message.params, message.request_id)
-            except RequestError as error:
-                is_length = isinstance(error, ContextLengthError)
-                link.send(messages.Rejected(message.request_id, error.message, error.param, is_length))
+                engine.submit(message.prompt_ids, message.params, message.request_id, message.options)
+            except (RequestError, OverloadedError) as error:
+                link.send(messages.Rejected.of(message.request_id, error))
         case messages.Abort():
             engine.abort(message.request_id)
+        case _:
+            link.send(_reply(engine, message))
+
+
+def _reply(engine: Engine, question: messages.Question) -> messages.Reply:
+    match question:
         case messages.GetStats():
-            link.send(messages.Stats(engine.stats()))
+            return messages.Stats(engine.stats())
+        case messages.GetRecords():
+            return messages.Records(list(engine.records))
+        case messages.GetEvents():
+            return messages.Events.of(engine.cache_events())
+        case messages.ResetPrefixCache():
+            engine.reset_prefix_cache()
+            return messages.Done()
 
 
 def _print_start(engine: Engine) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders
 
+from deltaserve.core.chat import ChatMarkers
 from deltaserve.core.errors import CheckpointError, RequestError
 from deltaserve.model.config_file import read_json, token_ids
 
@@ -68,6 +69,13 @@ class Tokenizer:
     def token_to_id(self, token: str) -> int | None:
         """The id of an entry as the vocabulary writes it."""
         return self._tokenizer.token_to_id(token)
+
+
+def read_chat_markers(directory: Path | str) -> ChatMarkers | None:
+    """How this checkpoint's chats are written in tokens; None without a tokenizer, or without such tokens."""
+    if not (Path(directory) / "tokenizer.json").is_file():
+        return None
+    return ChatMarkers.from_encode(Tokenizer(directory).encode)
 
 
 def read_eos_ids(directory: Path | str) -> tuple[int, ...]:

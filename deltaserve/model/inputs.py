@@ -38,11 +38,9 @@ class CacheTensors:
     ring_u      [R, LG, 64, H, V]            float32
     ring_g      [R, LG, 64, H]               float32, log decay of each position, not summed
     conv_ring   [R, LG, W + drafts, C]       entry p % (W + drafts) is the conv input of position p
-    hidden_ring [R, 2 + drafts, D]           entry p % (2 + drafts) is the final-norm hidden of position p;
-                                             None where no draft head is used, and then `hiddens` is not written either
-
-    The hidden ring holds what a step can still be asked for after it: the hidden before the row's first token, and
-    those of the token and its drafts. So no one needs to know yet which drafts were accepted.
+    last_hiddens [R, D]                      final-norm hidden of a row's last accepted position, written where that
+                                             closes a block: the fold that comes next puts it into the snapshot. None
+                                             where no draft head is used, and then `hiddens` is not written either
     """
 
     pages: Tensor
@@ -53,7 +51,7 @@ class CacheTensors:
     ring_u: Tensor
     ring_g: Tensor
     conv_ring: Tensor
-    hidden_ring: Tensor | None = None
+    last_hiddens: Tensor | None = None
     attention_layers: tuple[Tensor, ...] = field(init=False, repr=False)
     gdn_layers: tuple[GdnLayer, ...] = field(init=False, repr=False)
 
@@ -83,3 +81,23 @@ class BatchInputs:
     @property
     def num_extend_tokens(self) -> int:
         return self.extend.num_tokens if self.extend is not None else 0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftInputs:
+    """One pass of the draft head: T tokens whose keys and values are stored, N of which go on to guess the next token.
+
+    token_ids_T, positions_T, kv_slots_T  as in BatchInputs
+    before_TD                             the hidden of the position before each token
+    lasts_N                               int64 [N]: which of the T; None: all of them, in order
+    rows                                  either all T tokens, padded to a common width, or one of width 1 for each of
+                                          the N; None where N is 0
+    """
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    kv_slots_T: Tensor
+    before_TD: Tensor
+    lasts_N: Tensor | None
+    rows: ExtendRows | None
+    caches: CacheTensors

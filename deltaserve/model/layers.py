@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from deltaserve.model.config import ModelConfig
 from deltaserve.model.inputs import BatchInputs, CacheTensors
 from deltaserve.model.params import Parameter, Section, Split
-from deltaserve.ops import attention, conv, gdn, linear, norm, rope
+from deltaserve.ops import attention, conv, gdn, linear, moe, norm, rope
 from deltaserve.ops.rows import ExtendRows, PrefillRows
 from deltaserve.parallel.mesh import Mesh
 
@@ -34,6 +34,7 @@ class Block(nn.Module):
     """
 
     forward: Callable[..., Any]
+    force: str | None = None  # the implementation that ops are told to run; None: the best one
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -47,6 +48,14 @@ class Block(nn.Module):
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
         self.__dict__.pop(name, None)
+
+    def prepare(self, force: str | None = None) -> None:
+        """Lay the loaded weights out for this device's products, parts first. Once; changes no values."""
+        self.force = force
+        for module in self.children():
+            for block in module if isinstance(module, nn.ModuleList) else (module,):
+                if isinstance(block, Block):
+                    block.prepare(force)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Moving a module to a device or dtype puts new parameters in place without setting the attributes."""
@@ -63,9 +72,9 @@ class Product(Block):
         self.weight = weight
         self.multiply: linear.Product = self._multiply_as_loaded
 
-    def prepare(self) -> None:
+    def prepare(self, force: str | None = None) -> None:
         """Keep the weight only in the layout that multiplies fastest; one that others hold too stays with them."""
-        self.multiply = linear.pack(self.weight)
+        self.multiply = linear.pack(self.weight, force)
         del self.weight
 
     def _multiply_as_loaded(self, x_TD: Tensor) -> Tensor:
@@ -91,13 +100,13 @@ class Norm(Block):
         self.scale = Parameter((size,), torch.float32, None, mesh.rank, mesh.size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return norm.rms_norm(x, self.scale, self.eps)
+        return norm.rms_norm(x, self.scale, self.eps, self.force)
 
     def add(self, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual); None is the start of the residual stream."""
         if residual_TD is None:
-            return norm.rms_norm(x_TD, self.scale, self.eps), x_TD
-        return norm.add_rms_norm(x_TD, residual_TD, self.scale, self.eps)
+            return norm.rms_norm(x_TD, self.scale, self.eps, self.force), x_TD
+        return norm.add_rms_norm(x_TD, residual_TD, self.scale, self.eps, self.force)
 
 
 class Embedding(Block):
@@ -139,7 +148,7 @@ class Conv(Block):
         shape = (config.conv_channels, config.conv_width)
         self.weight = Parameter(shape, dtype, Split(0, _gdn_sections(config)), mesh.rank, mesh.size)
 
-    def prepare(self) -> None:
+    def prepare(self, force: str | None = None) -> None:
         """One tap after the other in memory, as the op reads them; shape and values stay."""
         self.weight.data = linear.swap(self.weight.data)
 
@@ -150,7 +159,16 @@ def _gdn_sections(config: ModelConfig) -> tuple[Section, Section, Section]:
     return keys, keys, Section(config.value_size, config.num_key_heads)
 
 
-class GatedDeltaNet(Block):
+class Half(Block):
+    """Half of a layer: a mixer or an FFN."""
+
+    def after(self, norm: Norm, x_TD: Tensor, residual_TD: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+        """(self(norm(x + residual)), x + residual); kernels may do it all at once."""
+        h_TD, residual_TD = norm.add(x_TD, residual_TD)
+        return self(h_TD, *rest), residual_TD
+
+
+class GatedDeltaNet(Half):
     """The recurrent mixer. `layer` counts the GDN layers before it: its place in the pools."""
 
     def __init__(self, config: ModelConfig, mesh: Mesh, dtype: torch.dtype, layer: int) -> None:
@@ -170,37 +188,56 @@ class GatedDeltaNet(Block):
         self.dt_bias = Parameter((heads,), torch.float32, Split(0, (per_head,)), mesh.rank, mesh.size)
         self.norm = Norm(config.value_head_dim, config, mesh)
         self.out_proj = Linear((hidden, values), mesh, dtype, Split(1, (qkv[2],)))
+        self.whole: gdn.Mixer | None = None
+
+    def prepare(self, force: str | None = None) -> None:
+        super().prepare(force)
+        qkvz, ba, out = (part.multiply for part in (self.in_proj_qkvz, self.in_proj_ba, self.out_proj))
+        if isinstance(qkvz, linear.Packed) and isinstance(ba, linear.Packed) and isinstance(out, linear.Packed):
+            vectors = (self.conv.weight, self.A_log, self.dt_bias, self.norm.scale)
+            weights = gdn.MixerWeights(qkvz, ba, out, *vectors, self.key_heads, self.key_dim, self.eps)
+            self.whole = gdn.Mixer(weights)
+
+    def after(self, norm: Norm, x_TD: Tensor, residual_TD: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+        if self.whole is None:
+            return super().after(norm, x_TD, residual_TD, *rest)
+        inputs: BatchInputs = rest[0]
+        pool, rows = inputs.caches.gdn_layers[self.layer], (inputs.extend, inputs.prefill)
+        y_TD, residual_TD = gdn.mix(self.whole, x_TD, residual_TD, norm.scale, pool, *rows)
+        return self.mesh.all_reduce(y_TD), residual_TD
 
     def forward(self, x_TD: Tensor, inputs: BatchInputs, _: Rope) -> Tensor:
         qkv_TC, z_TX = self.in_proj_qkvz(x_TD).split_with_sizes((self.channels, self.value_size), -1)
         b_TH, a_TH = self.in_proj_ba(x_TD).chunk(2, -1)
-        g_TH, beta_TH = gdn.gates(a_TH, b_TH, self.A_log, self.dt_bias)
+        g_TH, beta_TH = gdn.gates(a_TH, b_TH, self.A_log, self.dt_bias, self.force)
         o_THV = by_kind(inputs, self._extend, self._prefill, qkv_TC, g_TH, beta_TH)
         z_THV = z_TX.view(-1, self.value_heads, self.value_dim)
-        y_THV = norm.gated_rms_norm(o_THV, z_THV, self.norm.scale, self.eps)
+        y_THV = norm.gated_rms_norm(o_THV, z_THV, self.norm.scale, self.eps, self.force)
         return self.mesh.all_reduce(self.out_proj(y_THV.view(-1, self.value_size)))
 
     def _extend(self, caches: CacheTensors, rows: ExtendRows, qkv_TC: Tensor, g_TH: Tensor, beta_TH: Tensor) -> Tensor:
         pool = caches.gdn_layers[self.layer]
-        q, k, v = self._heads(conv.extend(qkv_TC, self.conv.weight, pool.conv_ring, rows))
-        return gdn.extend(q, k, v, g_TH, beta_TH, pool.states, pool.ring_k, pool.ring_u, pool.ring_g, rows)
+        q, k, v = self._heads(conv.extend(qkv_TC, self.conv.weight, pool.conv_ring, rows, self.force))
+        rings = (pool.states, pool.ring_k, pool.ring_u, pool.ring_g)
+        return gdn.extend(q, k, v, g_TH, beta_TH, *rings, rows, self.force)
 
     def _prefill(
         self, caches: CacheTensors, rows: PrefillRows, qkv_TC: Tensor, g_TH: Tensor, beta_TH: Tensor
     ) -> Tensor:
         pool = caches.gdn_layers[self.layer]
-        q, k, v = self._heads(conv.prefill(qkv_TC, self.conv.weight, pool.windows, pool.conv_ring, rows))
-        return gdn.prefill(q, k, v, g_TH, beta_TH, pool.states, pool.ring_k, pool.ring_u, pool.ring_g, rows)
+        q, k, v = self._heads(conv.prefill(qkv_TC, self.conv.weight, pool.windows, pool.conv_ring, rows, self.force))
+        rings = (pool.states, pool.ring_k, pool.ring_u, pool.ring_g)
+        return gdn.prefill(q, k, v, g_TH, beta_TH, *rings, rows, self.force)
 
     def _heads(self, qkv_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k [T, J, K] of unit norm (q scaled) and v [T, H, V]."""
         q_TX, k_TX, v_TX = qkv_TC.split_with_sizes((self.key_size, self.key_size, self.value_size), -1)
         by_key = (-1, self.key_heads, self.key_dim)
-        q_TJK, k_TJK = gdn.normalize(q_TX.view(by_key), k_TX.view(by_key))
+        q_TJK, k_TJK = gdn.normalize(q_TX.view(by_key), k_TX.view(by_key), self.force)
         return q_TJK, k_TJK, v_TX.view(-1, self.value_heads, self.value_dim)
 
 
-class Attention(Block):
+class Attention(Half):
     """Gated full attention. `layer` counts the attention layers before it; `first_key` is the first position that
     may be seen (1 in the draft head)."""
 
@@ -218,25 +255,49 @@ class Attention(Block):
         self.k_norm = Norm(config.head_dim, config, mesh)
         by_head = Split(1, (Section(queries, config.num_heads),))
         self.o_proj = Linear((config.hidden_size, queries), mesh, dtype, by_head)
+        self.eps = config.rms_norm_eps
+        self.whole: attention.Mixer | None = None
+
+    def prepare(self, force: str | None = None) -> None:
+        super().prepare(force)
+        qkv, out = self.qkv_proj.multiply, self.o_proj.multiply
+        if isinstance(qkv, linear.Packed) and isinstance(out, linear.Packed):
+            norms, heads = (self.q_norm.scale, self.k_norm.scale), (self.heads, self.kv_heads)
+            self.whole = attention.Mixer(attention.MixerWeights(qkv, out, *norms, *heads, self.eps, self.first_key))
+
+    def after(self, norm: Norm, x_TD: Tensor, residual_TD: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+        if self.whole is None:
+            return super().after(norm, x_TD, residual_TD, *rest)
+        inputs: BatchInputs = rest[0]
+        pages, rows = inputs.caches.attention_layers[self.layer], (inputs.extend, inputs.prefill)
+        entry = (x_TD, residual_TD, norm.scale)
+        y_TD, residual_TD = attention.mix(self.whole, *entry, pages, inputs.kv_slots_T, rest[1], *rows)
+        return self.mesh.all_reduce(y_TD), residual_TD
 
     def forward(self, x_TD: Tensor, inputs: BatchInputs, cos_sin: Rope) -> Tensor:
+        q_TNA, gate_TNA = self.project(x_TD, inputs.kv_slots_T, inputs.caches, cos_sin)
+        return self.output(by_kind(inputs, self.extend, self._prefill, q_TNA), gate_TNA)
+
+    def project(self, x_TD: Tensor, kv_slots_T: Tensor, caches: CacheTensors, cos_sin: Rope) -> tuple[Tensor, Tensor]:
+        """Queries and their gates, [T, N, A] each. Keys and values go to their pages."""
         q_TX, k_TX, v_TX = self.qkv_proj(x_TD).split_with_sizes(self.sizes, -1)
         q_TNA, gate_TNA = q_TX.view(-1, self.heads, 2 * self.head_dim).chunk(2, -1)
         by_kv_head = (-1, self.kv_heads, self.head_dim)
-        q_TNA = rope.apply_rope(self.q_norm(q_TNA), *cos_sin)
-        k_TGA = rope.apply_rope(self.k_norm(k_TX.view(by_kv_head)), *cos_sin)
-        pages = inputs.caches.attention_layers[self.layer]
-        attention.write(k_TGA, v_TX.view(by_kv_head), pages, inputs.kv_slots_T)
-        o_TNA = by_kind(inputs, self._extend, self._prefill, q_TNA)
+        q_TNA = rope.apply_rope(self.q_norm(q_TNA), *cos_sin, self.force)
+        k_TGA = rope.apply_rope(self.k_norm(k_TX.view(by_kv_head)), *cos_sin, self.force)
+        attention.write(k_TGA, v_TX.view(by_kv_head), caches.attention_layers[self.layer], kv_slots_T, self.force)
+        return q_TNA, gate_TNA
+
+    def output(self, o_TNA: Tensor, gate_TNA: Tensor) -> Tensor:
         return self.mesh.all_reduce(self.o_proj((o_TNA * gate_TNA.sigmoid()).flatten(1)))
 
-    def _extend(self, caches: CacheTensors, rows: ExtendRows, q_TNA: Tensor) -> Tensor:
+    def extend(self, caches: CacheTensors, rows: ExtendRows, q_TNA: Tensor) -> Tensor:
         pages = caches.attention_layers[self.layer]
-        return attention.extend(q_TNA, pages, rows, self.scale, first_key=self.first_key)
+        return attention.extend(q_TNA, pages, rows, self.scale, self.first_key, self.force)
 
     def _prefill(self, caches: CacheTensors, rows: PrefillRows, q_TNA: Tensor) -> Tensor:
         pages = caches.attention_layers[self.layer]
-        return attention.prefill(q_TNA, pages, rows, self.scale, first_key=self.first_key)
+        return attention.prefill(q_TNA, pages, rows, self.scale, self.first_key, self.force)
 
 
 def by_kind(inputs: BatchInputs, extend: Callable[..., Tensor], prefill: Callable[..., Tensor], *x: Tensor) -> Tensor:
@@ -254,7 +315,7 @@ def by_kind(inputs: BatchInputs, extend: Callable[..., Tensor], prefill: Callabl
     return torch.cat((y_extend, y_prefill))
 
 
-class DenseFfn(Block):
+class DenseFfn(Half):
     """SwiGLU. Its output is this rank's share: the caller sums over ranks."""
 
     def __init__(self, hidden: int, width: int, mesh: Mesh, dtype: torch.dtype) -> None:
@@ -262,15 +323,30 @@ class DenseFfn(Block):
         columns = Section(width, width)
         self.gate_up_proj = Linear((2 * width, hidden), mesh, dtype, Split(0, (columns, columns)))
         self.down_proj = Linear((hidden, width), mesh, dtype, Split(1, (columns,)))
+        self.whole: moe.FeedForward | None = None
+
+    def prepare(self, force: str | None = None) -> None:
+        if not linear.is_for_kernels(self.down_proj.weight, force):
+            super().prepare(force)
+            return
+        self.whole = moe.FeedForward(self.gate_up_proj.weight, self.down_proj.weight, None)
+        del self.gate_up_proj, self.down_proj
+
+    def after(self, norm: Norm, x_TD: Tensor, residual_TD: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+        if self.whole is None:
+            return super().after(norm, x_TD, residual_TD, *rest)
+        return moe.feed_forward(self.whole, x_TD, residual_TD, norm.scale, norm.eps)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.down_proj(linear.silu_mul(self.gate_up_proj(x_TD)))
+        if self.whole is not None:
+            return moe.feed_forward(self.whole, x_TD, None, None, 0.0)[0]
+        return self.down_proj(linear.silu_mul(self.gate_up_proj(x_TD), self.force))
 
 
 class DecoderLayer(Block):
     """x += mixer(norm x); x += ffn(norm x). The sum x travels as (newest term, rest), so that a norm adds both."""
 
-    def __init__(self, mixer: GatedDeltaNet | Attention, ffn: Block, config: ModelConfig, mesh: Mesh) -> None:
+    def __init__(self, mixer: GatedDeltaNet | Attention, ffn: Half, config: ModelConfig, mesh: Mesh) -> None:
         super().__init__()
         self.mesh = mesh
         self.input_norm = Norm(config.hidden_size, config, mesh)
@@ -282,6 +358,6 @@ class DecoderLayer(Block):
         self, x_TD: Tensor, residual_TD: Tensor | None, inputs: BatchInputs, cos_sin: Rope
     ) -> tuple[Tensor, Tensor]:
         """(x, residual) -> (x, residual): their sum is the residual stream; residual None before the first layer."""
-        h_TD, residual_TD = self.input_norm.add(x_TD, residual_TD)
-        h_TD, residual_TD = self.post_norm.add(self.mixer(h_TD, inputs, cos_sin), residual_TD)
-        return self.mesh.all_reduce(self.mlp(h_TD)), residual_TD
+        x_TD, residual_TD = self.mixer.after(self.input_norm, x_TD, residual_TD, inputs, cos_sin)
+        x_TD, residual_TD = self.mlp.after(self.post_norm, x_TD, residual_TD)
+        return self.mesh.all_reduce(x_TD), residual_TD

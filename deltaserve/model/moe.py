@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deltaserve.model.config import ModelConfig
-from deltaserve.model.layers import Block, DenseFfn, Linear
+from deltaserve.model.layers import Block, DenseFfn, Half, Linear, Norm
 from deltaserve.model.params import Parameter, Section, Split
 from deltaserve.ops import linear, moe
 from deltaserve.parallel.mesh import Mesh
@@ -29,16 +29,17 @@ class Experts(Block):
         self.gate_up = Parameter((num, 2 * width, hidden), dtype, by_column, mesh.rank, mesh.size)
         self.down = Parameter((num, hidden, width), dtype, by_row, mesh.rank, mesh.size)
 
-    def prepare(self) -> None:
+    def prepare(self, force: str | None = None) -> None:
         """Lay the weights out as they are read fastest; shapes and values stay."""
+        self.force = force
         self.gate_up.data = linear.swap(self.gate_up.data)
         self.down.data = linear.swap(self.down.data)
 
     def forward(self, x_TD: Tensor, weights_Tk: Tensor, experts_Tk: Tensor) -> Tensor:
-        return moe.experts(x_TD, weights_Tk, experts_Tk, self.gate_up, self.down)
+        return moe.experts(x_TD, weights_Tk, experts_Tk, self.gate_up, self.down, self.force)
 
 
-class MoeFfn(Block):
+class MoeFfn(Half):
     """y = sum of the top k experts by weight + sigmoid(shared_gate x) * shared(x); this rank's share of it."""
 
     def __init__(self, config: ModelConfig, mesh: Mesh, dtype: torch.dtype) -> None:
@@ -48,14 +49,31 @@ class MoeFfn(Block):
         self.experts = Experts(config, mesh, dtype)
         self.shared = DenseFfn(config.hidden_size, config.shared_intermediate_size, mesh, dtype)
         self.shared_gate = Linear((1, config.hidden_size), mesh, dtype)
+        self.whole: moe.FeedForward | None = None
+
+    def prepare(self, force: str | None = None) -> None:
+        if not linear.is_for_kernels(self.router.weight, force):
+            super().prepare(force)
+            return
+        gates, stacks = (self.router.weight, self.shared_gate.weight), (self.experts.gate_up, self.experts.down)
+        experts = moe.ExpertWeights(*gates, *stacks, self.top_k, self.renormalize)
+        self.whole = moe.FeedForward(self.shared.gate_up_proj.weight, self.shared.down_proj.weight, experts)
+        del self.router, self.shared_gate, self.experts, self.shared
+
+    def after(self, norm: Norm, x_TD: Tensor, residual_TD: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+        if self.whole is None:
+            return super().after(norm, x_TD, residual_TD, *rest)
+        return moe.feed_forward(self.whole, x_TD, residual_TD, norm.scale, norm.eps)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        weights_Tk, experts_Tk = moe.route(self.router(x_TD), self.top_k, self.renormalize)
+        if self.whole is not None:
+            return moe.feed_forward(self.whole, x_TD, None, None, 0.0)[0]
+        weights_Tk, experts_Tk = moe.route(self.router(x_TD), self.top_k, self.renormalize, self.force)
         routed_TD = self.experts(x_TD, weights_Tk, experts_Tk)
         return torch.addcmul(routed_TD, self.shared_gate(x_TD).sigmoid(), self.shared(x_TD))
 
 
-def feed_forward(config: ModelConfig, is_moe: bool, mesh: Mesh, dtype: torch.dtype) -> Block:
+def feed_forward(config: ModelConfig, is_moe: bool, mesh: Mesh, dtype: torch.dtype) -> Half:
     """The second half of a layer: experts, or one dense SwiGLU."""
     if is_moe:
         return MoeFfn(config, mesh, dtype)

@@ -8,7 +8,11 @@ and the main model's head turns h_t into logits for position t + 1. Its KV is st
 same pages, so a page depends only on tokens inside and before it. Position 0 has no hidden before it: its key is
 hidden from attention and its output means nothing. To draft further, h_t takes the place of the hidden at t.
 
-Letters: T tokens, D model width, R rows.
+Keys and values depend on z alone, so a token that guesses nothing costs two products at most: a long prompt passes
+through the head for the price of its keys, and its last token alone goes through attention and FFN. A few tokens a row
+are sooner computed whole, and then dropped.
+
+Letters: T tokens, N of them that guess, D model width, R rows.
 """
 
 from __future__ import annotations
@@ -17,9 +21,10 @@ import torch
 from torch import Tensor
 
 from deltaserve.model.config import ModelConfig
-from deltaserve.model.inputs import BatchInputs
+from deltaserve.model.inputs import BatchInputs, DraftInputs
 from deltaserve.model.layers import Attention, Block, DecoderLayer, Linear, Norm, Rope
 from deltaserve.model.moe import feed_forward
+from deltaserve.ops.rows import ExtendRows
 from deltaserve.parallel.mesh import Mesh
 
 
@@ -36,50 +41,45 @@ class DraftHead(Block):
         self.layer = DecoderLayer(mixer, feed_forward(config, config.is_moe, mesh, dtype), config, mesh)
         self.norm = Norm(hidden, config, mesh)
 
-    def forward(self, embedded_TD: Tensor, before_TD: Tensor, inputs: BatchInputs, cos_sin: Rope) -> Tensor:
-        """Hidden after the head's own norm. `before_TD` holds, for each token, the hidden of the position before."""
-        both = torch.cat((self.norm_embedding(embedded_TD), self.norm_hidden(before_TD)), dim=-1)
-        x_TD, residual_TD = self.layer(self.fc(both), None, inputs, cos_sin)
+    def forward(self, embedded_TD: Tensor, inputs: DraftInputs, cos_sin: Rope) -> Tensor:
+        """Hidden [N, D] after the head's own norm; writes keys and values of all T tokens."""
+        both = torch.cat((self.norm_embedding(embedded_TD), self.norm_hidden(inputs.before_TD)), dim=-1)
+        z_TD = self.fc(both)
+        if inputs.rows is None or inputs.rows.num_tokens < len(embedded_TD):
+            return self._guess(z_TD, inputs, cos_sin)
+        x_TD, residual_TD = self.layer(z_TD, None, _as_batch(inputs), cos_sin)
+        if inputs.lasts_N is not None:
+            x_TD, residual_TD = x_TD[inputs.lasts_N], residual_TD[inputs.lasts_N]
         return self.norm.add(x_TD, residual_TD)[0]
 
-
-def keep_hiddens(hidden_TD: Tensor, inputs: BatchInputs) -> None:
-    """Writes what later steps may ask for: each row's latest hiddens, and at every cut the hidden before it."""
-    extend, prefill, ring = inputs.extend, inputs.prefill, inputs.caches.hidden_ring
-    assert ring is not None
-    n, width = inputs.num_extend_tokens, ring.shape[1]
-    if extend is not None:
-        entries_RW = inputs.positions_T[:n].view(-1, extend.width) % width
-        ring[extend.rows_R[:, None], entries_RW] = hidden_TD[:n].view(-1, extend.width, hidden_TD.shape[1])
-    if prefill is not None:
-        lasts = torch.tensor(prefill.offsets[1:], device=hidden_TD.device) + (n - 1)
-        ring[prefill.rows_R, inputs.positions_T[lasts] % width] = hidden_TD[lasts]
-        for row, tokens, slot in prefill.cuts:
-            inputs.caches.hiddens[slot] = hidden_TD[n + prefill.offsets[row] + tokens - 1]
+    def _guess(self, z_TD: Tensor, inputs: DraftInputs, cos_sin: Rope) -> Tensor:
+        """Keys and values of all tokens; attention and what follows for those alone that guess, one a row."""
+        layer, mixer, lasts_N = self.layer, self.layer.mixer, inputs.lasts_N
+        assert isinstance(mixer, Attention)
+        h_TD, residual_TD = layer.input_norm.add(z_TD, None)
+        q_TNA, gate_TNA = mixer.project(h_TD, inputs.kv_slots_T, inputs.caches, cos_sin)
+        if inputs.rows is None:
+            return z_TD[:0]
+        o_NNA = mixer.extend(inputs.caches, inputs.rows, q_TNA[lasts_N])
+        h_ND, residual_ND = layer.post_norm.add(mixer.output(o_NNA, gate_TNA[lasts_N]), residual_TD[lasts_N])
+        return self.norm.add(layer.mesh.all_reduce(layer.mlp(h_ND)), residual_ND)[0]
 
 
-def fold_hiddens(inputs: BatchInputs) -> None:
+def _as_batch(inputs: DraftInputs) -> BatchInputs:
+    """A pass whose rows hold all of its tokens is like a decode or verify step."""
+    tokens = (inputs.token_ids_T, inputs.positions_T, inputs.kv_slots_T)
+    return BatchInputs(*tokens, extend=inputs.rows, prefill=None, caches=inputs.caches)
+
+
+def keep_cut_hiddens(hidden_TD: Tensor, inputs: BatchInputs) -> None:
+    """At every cut of a prefill row, the hidden before it goes to the snapshot."""
+    prefill = inputs.prefill
+    if prefill is None:
+        return
+    for row, tokens, slot in prefill.cuts:
+        inputs.caches.hiddens[slot] = hidden_TD[inputs.num_extend_tokens + prefill.offsets[row] + tokens - 1]
+
+
+def fold_hiddens(hiddens: Tensor, last_hiddens: Tensor, rows: ExtendRows) -> None:
     """At a fold, the hidden before the new boundary goes to the new snapshot."""
-    extend, ring = inputs.extend, inputs.caches.hidden_ring
-    assert extend is not None and ring is not None
-    entries_F = torch.tensor(extend.fold_ends, device=ring.device) - 1
-    inputs.caches.hiddens[extend.fold_out_F] = ring[extend.fold_rows_F, entries_F % ring.shape[1]]
-
-
-def hiddens_before(hidden_TD: Tensor, inputs: BatchInputs) -> Tensor:
-    """[T, D]: the hidden of the position before each token, once `keep_hiddens` has run for the step.
-
-    Within a row it is the neighbour's. Before its first token it is the ring's for an extend row, the snapshot's for
-    a prefill row (zeros before position 0).
-    """
-    extend, prefill, caches = inputs.extend, inputs.prefill, inputs.caches
-    assert caches.hidden_ring is not None
-    before_TD = hidden_TD.roll(1, dims=0)
-    n = inputs.num_extend_tokens
-    if extend is not None:
-        entries_R = (inputs.positions_T[: n : extend.width] - 1) % caches.hidden_ring.shape[1]
-        before_TD[: n : extend.width] = caches.hidden_ring[extend.rows_R, entries_R]
-    if prefill is not None:
-        firsts = torch.tensor(prefill.offsets[:-1], device=hidden_TD.device) + n
-        before_TD[firsts] = caches.hiddens[prefill.slots_in_R]
-    return before_TD
+    hiddens[rows.fold_out_F] = last_hiddens[rows.fold_rows_F]

@@ -13,20 +13,18 @@ from torch import Tensor, nn
 
 from deltaserve.core.errors import ConfigError
 from deltaserve.model.config import GDN, ModelConfig
-from deltaserve.model.inputs import BatchInputs
+from deltaserve.model.inputs import BatchInputs, DraftInputs
 from deltaserve.model.layers import (
     Attention,
     Block,
-    Conv,
     DecoderLayer,
     Embedding,
     GatedDeltaNet,
     Head,
     Norm,
-    Product,
 )
-from deltaserve.model.moe import Experts, feed_forward
-from deltaserve.model.mtp import DraftHead, fold_hiddens, keep_hiddens
+from deltaserve.model.moe import feed_forward
+from deltaserve.model.mtp import DraftHead, fold_hiddens, keep_cut_hiddens
 from deltaserve.model.params import Parameter
 from deltaserve.model.rope import Rotary
 from deltaserve.ops import conv, gdn
@@ -47,12 +45,6 @@ class Qwen3_5(Block):
         self.lm_head = Head(_head_weight(config, self.embed, mesh, dtype), mesh)
         self.mtp = DraftHead(config, mesh, dtype) if config.num_mtp_layers else None
 
-    def prepare(self) -> None:
-        """Lay the loaded weights out for this device's products. Once, after loading; changes no values."""
-        for module in self.modules():
-            if isinstance(module, Product | Conv | Experts):
-                module.prepare()
-
     def forward(self, inputs: BatchInputs) -> Tensor:
         """Hidden [T, D] after the final norm. Writes KV, rings, states at cuts; folds first."""
         self._fold(inputs)
@@ -61,33 +53,32 @@ class Qwen3_5(Block):
         for layer in self.layers:
             x_TD, residual_TD = layer(x_TD, residual_TD, inputs, cos_sin)
         hidden_TD = self.norm.add(x_TD, residual_TD)[0]
-        if self.mtp is not None and inputs.caches.hidden_ring is not None:
-            keep_hiddens(hidden_TD, inputs)
+        if inputs.caches.last_hiddens is not None:
+            keep_cut_hiddens(hidden_TD, inputs)
         return hidden_TD
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """[N, vocabulary] float32, gathered over ranks. Takes the main model's hidden or the draft head's."""
         return self.lm_head(hidden_ND)
 
-    def draft(self, before_TD: Tensor, inputs: BatchInputs) -> Tensor:
-        """The draft head on this step's tokens: [T, D]; row t predicts position t + 1. Writes its KV.
+    def draft(self, inputs: DraftInputs) -> Tensor:
+        """One pass of the draft head: hidden [N, D] of the tokens that guess; `logits` turns it into the guess.
 
-        `before_TD` holds for each token the hidden of the position before it (`hiddens_before`, or an earlier
-        draft's output).
+        Writes the head's keys and values of all T tokens. Raises ConfigError where the checkpoint has no head.
         """
         if self.mtp is None:
             raise ConfigError("this checkpoint has no draft head (mtp.* tensors); run it without speculation")
         cos_sin = self.rotary.cos_sin(inputs.positions_T)
-        return self.mtp(self.embed(inputs.token_ids_T), before_TD, inputs, cos_sin)
+        return self.mtp(self.embed(inputs.token_ids_T), inputs, cos_sin)
 
     def _fold(self, inputs: BatchInputs) -> None:
         rows, caches = inputs.extend, inputs.caches
         if rows is None or not rows.fold_ends:
             return
-        gdn.fold(caches.states, caches.ring_k, caches.ring_u, caches.ring_g, rows)
+        gdn.fold(caches.states, caches.ring_k, caches.ring_u, caches.ring_g, rows, self.force)
         conv.fold(caches.windows, caches.conv_ring, rows)
-        if self.mtp is not None and caches.hidden_ring is not None:
-            fold_hiddens(inputs)
+        if caches.last_hiddens is not None:
+            fold_hiddens(caches.hiddens, caches.last_hiddens, rows)
 
 
 def _layers(config: ModelConfig, mesh: Mesh, dtype: torch.dtype) -> list[DecoderLayer]:

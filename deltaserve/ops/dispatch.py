@@ -1,25 +1,43 @@
 """Which implementation of an op runs, and why.
 
 Every op folder has a table of its implementations by name; the reference is always there. A kernel states the device
-type it is for. `choose` picks the kernel of the tensors' device, else the reference; a caller that names an
-implementation gets exactly that one. There is nothing to register and no global to set: a table is a dict literal in
+type and the types of numbers it is for, and whether it can run here at all. `choose` picks the kernel of the tensor's
+device, else the reference; a caller that names an implementation gets exactly that one. There is nothing to register and no global to set: a table is a dict literal in
 the op's `__init__.py`, and forcing is an argument.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from deltaserve.core.errors import ConfigError
+from deltaserve.ops import native
 
 REFERENCE = "reference"
 
-# Device types that a kernel of this name is for. The reference runs on every device.
-KERNEL_DEVICES: Mapping[str, str] = {"triton": "cuda"}
+NATIVE = "native"
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """Where kernels of one name run: a device type, the types of the tensor that decides (None: any)."""
+
+    device_type: str
+    dtypes: frozenset[torch.dtype] | None = None
+    is_ready: Callable[[], bool] = lambda: True
+
+
+# The reference runs on every device.
+KERNELS: Mapping[str, Kernel] = {
+    "triton": Kernel("cuda"),
+    NATIVE: Kernel("cpu", frozenset({torch.float32, torch.int64}), native.is_ready),
+}
 
 T = TypeVar("T")
 
@@ -32,8 +50,10 @@ class Choice:
     reason: str
 
 
-def explain(names: Mapping[str, object], device_type: str, force: str | None = None) -> Choice:
-    """The choice that `choose` makes for tensors on `device_type`.
+def explain(
+    names: Mapping[str, object], device_type: str, force: str | None = None, dtype: torch.dtype = torch.float32
+) -> Choice:
+    """The choice that `choose` makes for tensors of `dtype` on `device_type`.
 
     Raises ConfigError where `force` names an implementation that the table lacks.
     """
@@ -42,13 +62,23 @@ def explain(names: Mapping[str, object], device_type: str, force: str | None = N
             raise ConfigError(f"no implementation {force!r} of this op; there are: {', '.join(names)}")
         return Choice(force, "asked for by the caller")
     for name in names:
-        if KERNEL_DEVICES.get(name) == device_type:
+        kernel = KERNELS.get(name)
+        if kernel is not None and kernel.device_type == device_type and _can_run(kernel, dtype):
             return Choice(name, f"kernel for {device_type}")
     return Choice(REFERENCE, f"no kernel for {device_type}")
 
 
+def _can_run(kernel: Kernel, dtype: torch.dtype) -> bool:
+    return (kernel.dtypes is None or dtype in kernel.dtypes) and kernel.is_ready()
+
+
 def choose(table: Mapping[str, T], x: Tensor, force: str | None = None) -> T:
-    """The implementation to call on x. Cheap where the reference is alone: a decode step makes hundreds of choices."""
+    """The implementation to call on x. Cheap where the reference is alone."""
     if force is None and len(table) == 1:
         return table[REFERENCE]
-    return table[explain(table, x.device.type, force).name]
+    return table[_name(tuple(table), x.device.type, force, x.dtype)]
+
+
+@functools.lru_cache(maxsize=256)
+def _name(names: tuple[str, ...], device_type: str, force: str | None, dtype: torch.dtype) -> str:
+    return explain(dict.fromkeys(names), device_type, force, dtype).name

@@ -2,12 +2,14 @@
 
 A step's T tokens are: the extend rows (decode and verify), `num_new` tokens each, padded to a common width; then the
 prefill rows, packed. Host values are plain ints, so that a reference can loop over them; tensors are int64 on the
-model's device. R counts rows of one kind.
+model's device. R counts rows of one kind. `memo` is for kernels: what one derives from the rows it keeps there, so that
+the layers of a step share it; a runner that replays graphs puts tensors of its own into it beforehand.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -38,6 +40,7 @@ class ExtendRows:
     fold_in_F: Tensor
     fold_out_F: Tensor
     fold_ends: tuple[int, ...]  # absolute position of each fold's new boundary
+    memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def num_rows(self) -> int:
@@ -63,6 +66,7 @@ class PrefillRows:
     slots_in_R: Tensor
     cuts: tuple[tuple[int, int, int], ...]
     page_table_RP: Tensor
+    memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def num_rows(self) -> int:

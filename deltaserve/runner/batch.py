@@ -22,6 +22,7 @@ from deltaserve.core.plan import DUMMY_PAGE, Logits, Row, RowKind, StepPlan
 from deltaserve.core.types import BLOCK
 from deltaserve.model.inputs import BatchInputs, CacheTensors
 from deltaserve.ops.rows import ExtendRows, PrefillRows
+from deltaserve.runner.sampler import num_logits
 
 Ints = npt.NDArray[np.int64]
 
@@ -31,7 +32,7 @@ _NONE = torch.empty(0, dtype=torch.int64)
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A row all of whose positions need logits: tokens [first, stop) of the step's T."""
+    """A prefill row all of whose positions need logits: tokens [first, stop) of the step's T."""
 
     row: Row
     first: int
@@ -42,20 +43,22 @@ class Scored:
 class Batch:
     """The model's inputs, and which of the T outputs are wanted.
 
-    `sampled` are the rows that give a token, in plan order, from the outputs `sampled_tokens_N` (int64 [N]).
+    `firsts` says where each row's tokens begin among the T. `sampled` are the rows that give tokens, in plan order,
+    from the outputs `sampled_tokens_N` (int64 [N]): those of a VERIFY row's every token, of another's last.
     """
 
     inputs: BatchInputs
+    firsts: tuple[int, ...]
     scored: tuple[Scored, ...]
     sampled: tuple[Row, ...]
     sampled_tokens_N: Tensor
 
 
 class BatchBuilder:
-    """Rows 0 .. num_rows - 1, each of at most `max_pages` pages."""
+    """Rows 0 .. num_rows - 1, each of at most `max_pages` pages. `pages` [rows, max_pages] is the page table."""
 
     def __init__(self, num_rows: int, max_pages: int, caches: CacheTensors) -> None:
-        self._pages = np.full((num_rows, max_pages), DUMMY_PAGE, np.int64)
+        self.pages = np.full((num_rows, max_pages), DUMMY_PAGE, np.int64)
         self._caches = caches
 
     def build(self, plan: StepPlan) -> Batch:
@@ -86,12 +89,12 @@ class BatchBuilder:
     def _take_pages(self, row: Row) -> None:
         """A request that starts clears what the row's last one left."""
         if row.page_offset == 0:
-            self._pages[row.row] = DUMMY_PAGE
-        self._pages[row.row, row.page_offset : row.page_offset + len(row.new_pages)] = row.new_pages
+            self.pages[row.row] = DUMMY_PAGE
+        self.pages[row.row, row.page_offset : row.page_offset + len(row.new_pages)] = row.new_pages
 
     def _page_table(self, rows_R: Ints, num_tokens: int) -> Tensor:
         """[R, pages of the longest], the dummy page beyond a row's own."""
-        return torch.from_numpy(self._pages[rows_R, : -(-num_tokens // BLOCK)])
+        return torch.from_numpy(self.pages[rows_R, : -(-num_tokens // BLOCK)])
 
     def _extend(self, rows: Sequence[Row], width: int, flat_3T: Ints) -> ExtendRows:
         numbers = [(row.row, row.slot_in, row.slot_out, row.start, row.num_ring) for row in rows]
@@ -135,13 +138,13 @@ class BatchBuilder:
         if width == 1:
             flat_3T[_TOKENS] = [row.token_ids[0] for row in rows]
             flat_3T[_POSITIONS] = starts_R
-            flat_3T[_KV_SLOTS] = self._pages[rows_R, starts_R // BLOCK] * BLOCK + starts_R % BLOCK
+            flat_3T[_KV_SLOTS] = self.pages[rows_R, starts_R // BLOCK] * BLOCK + starts_R % BLOCK
             return
         tokens_RW = [row.token_ids + (0,) * (width - count) for row, count in zip(rows, num_new, strict=True)]
         positions_RW = starts_R[:, None] + np.arange(width)
-        places_RW = np.minimum(positions_RW // BLOCK, self._pages.shape[1] - 1)
+        places_RW = np.minimum(positions_RW // BLOCK, self.pages.shape[1] - 1)
         is_real_RW = np.arange(width) < np.array(num_new)[:, None]
-        pages_RW = np.where(is_real_RW, self._pages[rows_R[:, None], places_RW], DUMMY_PAGE)
+        pages_RW = np.where(is_real_RW, self.pages[rows_R[:, None], places_RW], DUMMY_PAGE)
         flat_3T[_TOKENS] = np.array(tokens_RW, np.int64).reshape(-1)
         flat_3T[_POSITIONS] = positions_RW.reshape(-1)
         flat_3T[_KV_SLOTS] = (pages_RW * BLOCK + positions_RW % BLOCK).reshape(-1)
@@ -152,7 +155,7 @@ class BatchBuilder:
             positions = np.arange(row.start, row.start + stop - first)
             flat_3T[_TOKENS, first:stop] = row.token_ids
             flat_3T[_POSITIONS, first:stop] = positions
-            flat_3T[_KV_SLOTS, first:stop] = self._pages[row.row, positions // BLOCK] * BLOCK + positions % BLOCK
+            flat_3T[_KV_SLOTS, first:stop] = self.pages[row.row, positions // BLOCK] * BLOCK + positions % BLOCK
         rows_R = np.array([row.row for row in rows], np.int64)
         slots_in_R = np.array([row.slot_in for row in rows], np.int64)
         cuts = ((place, cut.position - row.start, cut.slot) for place, row in enumerate(rows) for cut in row.cuts)
@@ -174,12 +177,13 @@ def _wrap(columns: Ints) -> tuple[Tensor, ...]:
 
 def _choose(rows: tuple[Row, ...], starts: Sequence[int], inputs: BatchInputs) -> Batch:
     """`starts`: where the tokens of each row begin among the step's."""
-    scored, sampled, sampled_tokens = [], [], []
+    scored, sampled = [], []
+    sampled_tokens: list[int] = []
     for row, first in zip(rows, starts, strict=True):
         stop = first + len(row.token_ids)
-        if row.logits == Logits.ALL:
+        if row.logits == Logits.ALL and row.kind == RowKind.PREFILL:
             scored.append(Scored(row, first, stop))
         if row.is_last:
             sampled.append(row)
-            sampled_tokens.append(stop - 1)
-    return Batch(inputs, tuple(scored), tuple(sampled), torch.tensor(sampled_tokens, dtype=torch.int64))
+            sampled_tokens += range(stop - num_logits(row), stop)
+    return Batch(inputs, tuple(starts), tuple(scored), tuple(sampled), torch.tensor(sampled_tokens, dtype=torch.int64))

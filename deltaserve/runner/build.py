@@ -1,18 +1,22 @@
 """Makes a rank's runner from settings: threads, model, weights, pools.
 
 The compute type of the CPU is float32; 16-bit weights are widened when they are read. A 16-bit state type is fine: the
-GDN ops round the state at every boundary, on every path.
+GDN ops round the state at every boundary, on every path. Without drafts there is no draft head: its weights are not
+loaded, and neither its KV nor hidden vectors are kept.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from deltaserve.cache.layout import PoolSizes
-from deltaserve.cache.storage import TORCH_DTYPES, allocate
+from deltaserve.cache.storage import TORCH_DTYPES, allocate, allocate_host
 from deltaserve.core.config import CacheSpec, EngineConfig
-from deltaserve.core.errors import ConfigError
+from deltaserve.core.errors import CheckpointError, ConfigError
 from deltaserve.model.config import ModelConfig
+from deltaserve.model.names import BARE_ROWS, MTP_LAYER
 from deltaserve.model.qwen3_5 import Qwen3_5
 from deltaserve.model.weights import Progress, fill_dummy, load_weights
 from deltaserve.parallel.mesh import SINGLE, Mesh
@@ -29,13 +33,28 @@ def compute_dtype(config: EngineConfig) -> str:
     return "float32"
 
 
+def served_model(config: EngineConfig, model_config: ModelConfig) -> ModelConfig:
+    """The model as it will be built. Raises CheckpointError if drafts are asked for and there is no head for them."""
+    if not config.speculative.num_drafts:
+        return replace(model_config, num_mtp_layers=0)
+    if not model_config.num_mtp_layers:
+        names = [f"{row.file}.weight" for row in BARE_ROWS if row.part == "mtp"]
+        raise CheckpointError(
+            f"--speculative-config asks for {config.speculative.num_drafts} drafts, but {config.model} has no draft "
+            f"head: {', '.join(names)} and {MTP_LAYER[0]}* are missing; leave the flag out, or fetch a checkpoint "
+            f"that has them"
+        )
+    return model_config
+
+
 def cache_spec(config: EngineConfig, model_config: ModelConfig) -> CacheSpec:
     """Sizes of pages, slots and rows on one rank, for `cache.layout.plan_pools`."""
-    return model_config.cache_spec(
+    return served_model(config, model_config).cache_spec(
         kv_dtype=config.cache.kv_cache_dtype,
         state_dtype=config.cache.state_dtype,
         compute_dtype=compute_dtype(config),
         tp_size=config.tensor_parallel_size,
+        num_drafts=config.speculative.num_drafts,
     )
 
 
@@ -54,6 +73,7 @@ def load_runner(
     CheckpointError, as sentences for the user.
     """
     dtype = TORCH_DTYPES[compute_dtype(config)]
+    model_config = served_model(config, model_config)
     torch.set_num_threads(max(1, (config.num_threads or torch.get_num_threads()) // mesh.size))
     with torch.device("meta"):
         model = Qwen3_5(model_config, mesh, dtype)
@@ -63,5 +83,7 @@ def load_runner(
     else:
         notes = load_weights(model, model_config, config.model, mesh, progress).summary()
     model.prepare()
-    pools = allocate(sizes.spec, sizes)
-    return ModelRunner(model, pools, sizes, model_config.vocab_size, mesh, config.debug_checks), notes
+    pools, host = allocate(sizes.spec, sizes), allocate_host(sizes.spec, sizes.host)
+    synthetic = config.speculative.synthetic_acceptance
+    runner = ModelRunner(model, pools, sizes, model_config.vocab_size, mesh, config.debug_checks, host, synthetic)
+    return runner, notes

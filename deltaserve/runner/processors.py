@@ -1,11 +1,16 @@
 """Rules that change single logits of one request: min_tokens, logit_bias, penalties.
 
-A processor belongs to one row. `apply` changes the row's logits in place before filters and choice; `accept` is told
-each token that the request keeps. A processor never sees another row. Built from the admission alone, so a request
-that was preempted continues as if nothing had happened.
+A processor belongs to one row and never sees another. It is built from the admission alone, so a request that was
+preempted continues as if nothing had happened. The order, as vLLM's: min_tokens, logit_bias, repetition, frequency and
+presence penalty. Cost per step is that of the tokens a rule names, never of the vocabulary.
 
-The order, as vLLM's: min_tokens, logit_bias, repetition, frequency and presence penalty. Cost per step is that of the
-tokens a rule names, never of the vocabulary.
+How drafts are verified under rules (`Sampler.sample`): a rule is told the drafts one by one, as though they were
+accepted, and then to forget those that were not:
+
+    apply(logits 0), accept(draft 1), apply(logits 1), ... accept(draft d), apply(logits d)
+    rollback(drafts that were not accepted), accept(the token that was chosen instead)
+
+So each position is judged in the state that it would have without drafts, and tokens do not depend on drafts.
 """
 
 from __future__ import annotations
@@ -23,13 +28,22 @@ Values = npt.NDArray[np.float32]
 
 
 class Processor(Protocol):
-    """One rule of one request."""
+    """One rule of one request.
+
+    `apply` is called at most once between two tokens. A token that some rule of the request has just set to -inf is
+    never accepted (but in synthetic acceptance, whose text means nothing), so a grammar meets no token outside its
+    language. Rolling back reaches at most as far as the latest choice: a grammar undoes that many steps, a thinking
+    budget looks for its end marker among the ids, a rule on the last few tokens drops so many from its list.
+    """
 
     def apply(self, logits_V: Values) -> None:
-        """Change the logits of the request's next token, in place."""
+        """Change the logits of the request's next token, in place; float32 [vocabulary]."""
 
     def accept(self, token_id: int) -> None:
-        """The request's next token is this."""
+        """The request's next token is this, or is for now taken to be."""
+
+    def rollback(self, token_ids: Sequence[int]) -> None:
+        """Forget these, the tokens accepted last, oldest first; at least one."""
 
 
 def make_processors(admission: Admission, vocab_size: int) -> tuple[Processor, ...]:
@@ -59,6 +73,9 @@ class MinTokens:
     def accept(self, token_id: int) -> None:
         self._num_missing -= 1
 
+    def rollback(self, token_ids: Sequence[int]) -> None:
+        self._num_missing += len(token_ids)
+
 
 class LogitBias:
     """Adds a number to the logits of some ids."""
@@ -71,6 +88,9 @@ class LogitBias:
         logits_V[self._ids] += self._values
 
     def accept(self, token_id: int) -> None:
+        pass
+
+    def rollback(self, token_ids: Sequence[int]) -> None:
         pass
 
 
@@ -90,6 +110,7 @@ class Penalties:
         counts = Counter(admission.output_ids)
         seen = dict.fromkeys((*admission.prompt_ids, *counts)) if self._repetition != 1 else dict(counts)
         self._place = {token_id: place for place, token_id in enumerate(seen)}
+        self._num_given = len(seen)  # places of the admission's own tokens, which stay
         self._ids = np.array(list(seen), np.int64)
         self._counts = np.array([counts[token_id] for token_id in seen], np.float32)
 
@@ -105,6 +126,15 @@ class Penalties:
         if place is None:
             place = self._append(token_id)
         self._counts[place] += 1
+
+    def rollback(self, token_ids: Sequence[int]) -> None:
+        """A token that was new goes from the table altogether: repetition would hold it against the request."""
+        for token_id in reversed(token_ids):
+            place = self._place[token_id]
+            self._counts[place] -= 1
+            if self._counts[place] == 0 and place >= self._num_given:
+                assert place == len(self._place) - 1, "the newest place belongs to the newest of the new tokens"
+                del self._place[token_id]
 
     def _append(self, token_id: int) -> int:
         place = self._place[token_id] = len(self._place)

@@ -1,7 +1,12 @@
 """Executes plans: the same forward on every rank, choice of tokens on rank 0.
 
-    rank 0       plan -> flat array to the other ranks -> batch -> forward -> logits -> tokens
-    other ranks           flat array                   -> batch -> forward -> logits
+    rank 0       plan -> flat array to the other ranks -> block ops -> batch -> forward -> logits -> tokens
+    other ranks           flat array                   -> block ops -> batch -> forward -> logits
+
+With drafts a step has a second half (`speculative.py`):
+
+    rank 0       tokens -> flat array to the other ranks -> draft head -> drafts
+    other ranks            flat array                    -> draft head
 
 Every rank computes the same logits calls in the same order, since the exchange inside them needs all ranks: first, for
 each row with Logits.ALL in plan order, its positions in pieces of at most SCORED_PIECE (a vocabulary is too wide for a
@@ -16,7 +21,7 @@ waiting in an exchange; the processes must then end, and their launcher sees to 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -25,15 +30,17 @@ import torch
 from torch import Tensor
 
 from deltaserve.cache.layout import PoolSizes, num_pages_for
-from deltaserve.cache.storage import CachePools
+from deltaserve.cache.storage import CachePools, HostPools
 from deltaserve.core.errors import LogitsError
 from deltaserve.core.plan import RowOutput, StepOutput, StepPlan
 from deltaserve.core.types import TokenLogprob
-from deltaserve.model.inputs import BatchInputs, CacheTensors
-from deltaserve.parallel.group import send_array
+from deltaserve.model.inputs import BatchInputs, CacheTensors, DraftInputs
+from deltaserve.parallel.group import receive_array, send_array
 from deltaserve.parallel.mesh import SINGLE, Mesh
 from deltaserve.runner.batch import Batch, BatchBuilder, Scored
+from deltaserve.runner.block_ops import BlockMover
 from deltaserve.runner.sampler import Sampler
+from deltaserve.runner.speculative import Drafter, SyntheticAcceptance, decode_tokens, encode_tokens
 
 SCORED_PIECE = 64
 
@@ -47,6 +54,9 @@ class Model(Protocol):
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """[N, vocabulary] float32 on every rank."""
 
+    def draft(self, inputs: DraftInputs) -> Tensor:
+        """[N, D]: see `runner.speculative`. Called only where the pools have room for drafts."""
+
 
 class ModelRunner:
     """One rank's model, its pools and its rows. Calls come one at a time."""
@@ -59,14 +69,21 @@ class ModelRunner:
         vocab_size: int,
         mesh: Mesh = SINGLE,
         debug_checks: bool = False,
+        host: HostPools | None = None,
+        synthetic_acceptance: float | None = None,
     ) -> None:
         self._model = model
         self._pools = pools
         self._mesh = mesh
         self._debug_checks = debug_checks
+        self._mover = BlockMover(pools, host)
         fields = {field.name: getattr(pools, field.name) for field in dataclasses.fields(pools)}
-        self._builder = BatchBuilder(sizes.num_rows, num_pages_for(sizes.max_model_len), CacheTensors(**fields))
-        self._sampler = Sampler(sizes.num_rows, vocab_size)
+        caches = CacheTensors(**fields)
+        self._builder = BatchBuilder(sizes.num_rows, num_pages_for(sizes.max_model_len), caches)
+        has_drafts = caches.last_hiddens is not None
+        self._drafter = Drafter(model, caches, self._builder.pages) if has_drafts else None
+        synthetic = SyntheticAcceptance(sizes.num_rows, synthetic_acceptance) if synthetic_acceptance else None
+        self._sampler = Sampler(sizes.num_rows, vocab_size, synthetic)
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Rank 0: run one step, on the other ranks too. After an exception the requests of the plan must end."""
@@ -78,29 +95,44 @@ class ModelRunner:
                 self._pools.poison(rows=plan.retired)
             if self._mesh.size > 1:
                 send_array(self._mesh, plan.encode())
+            self._mover.carry_out(plan.block_ops)
             batch = self._builder.build(plan)
             hidden_TD = self._model(batch.inputs)
             scores = [self._score(scored, hidden_TD) for scored in batch.scored]
             sampled = self._sampler.sample(batch.sampled, self._logits(batch, hidden_TD)) if batch.sampled else []
-        return StepOutput(plan.step_id, _outputs(plan, sampled, scores))
+            outputs = _outputs(plan, sampled, scores)
+            if self._drafter is not None:
+                outputs = self._with_drafts(self._drafter, plan, batch, hidden_TD, outputs)
+        return StepOutput(plan.step_id, outputs)
+
+    def _with_drafts(
+        self, drafter: Drafter, plan: StepPlan, batch: Batch, hidden_TD: Tensor, outputs: tuple[RowOutput, ...]
+    ) -> tuple[RowOutput, ...]:
+        """The outputs with what the draft head proposes, on all ranks."""
+        tokens = [output.token_ids for output in outputs]
+        if self._mesh.size > 1:
+            send_array(self._mesh, encode_tokens(tokens))
+        drafts = drafter.draft(plan.rows, batch.firsts, hidden_TD, tokens)
+        return tuple(
+            dataclasses.replace(output, draft_ids=found) if found else output
+            for output, found in zip(outputs, drafts, strict=True)
+        )
 
     def follow(self, flat: npt.NDArray[np.int32]) -> None:
         """Every other rank: take part in the step that rank 0 sent (`parallel.group.receive_array`)."""
         with torch.inference_mode():
-            batch = self._builder.build(StepPlan.decode(flat))
+            plan = StepPlan.decode(flat)
+            self._mover.carry_out(plan.block_ops)
+            batch = self._builder.build(plan)
             hidden_TD = self._model(batch.inputs)
             for scored in batch.scored:
                 for _ in self._pieces(scored, hidden_TD):
                     pass
             if batch.sampled:
                 self._logits(batch, hidden_TD)
-
-    def poison(self, pages: Sequence[int], slots: Sequence[int]) -> None:
-        """Debug mode: fill what nobody holds any more with NaN, on this rank. Between `update` and the next step.
-
-        Rows need no call: a plan names those that are retired.
-        """
-        self._pools.poison(pages=pages, slots=slots)
+            if self._drafter is not None:
+                tokens = decode_tokens(receive_array(self._mesh))
+                self._drafter.draft(plan.rows, batch.firsts, hidden_TD, tokens)
 
     def _logits(self, batch: Batch, hidden_TD: Tensor) -> Tensor:
         return self._model.logits(hidden_TD[batch.sampled_tokens_N])

@@ -1,4 +1,4 @@
-"""Chooses each row's next token by that row's own rules, and reports the probabilities it asked for.
+"""Chooses each row's next tokens by that row's own rules, and reports the probabilities it asked for.
 
 A request's parameters live in tables indexed by its row, written when it is admitted; every step reads them anew by
 the rows of its plan. Nothing is indexed by a place in the batch, so rows may come, go and change places freely.
@@ -7,14 +7,20 @@ Per step: raw logits are kept for the rows that report probabilities; rows with 
 their logits; then `ops.sampling` filters and draws, with noise keyed by (seed, absolute position of the new token,
 token id). A row costs what its own rules cost: an all-greedy batch is one argmax.
 
+Drafts are verified by sampling and comparing. Every position of a VERIFY row draws its token x from the distribution
+that the target has there, as it would without drafts; the draft after it is accepted if it equals x, and the first x
+that differs, or the one behind the last draft, ends the step. So the tokens of a request are those of its own chain
+of draws, one for each position: neither their law nor a single one of them depends on drafts. All positions of all
+rows are drawn in one call.
+
 A row whose logits are NaN or infinite, or all forbidden, gives an error instead of a token. Its neighbours do not
-notice.
+notice. Where that happens behind accepted drafts, these are given first, and the next step meets the error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +28,11 @@ import torch
 from torch import Tensor
 
 from deltaserve.core.errors import LogitsError
-from deltaserve.core.plan import Admission, Row, RowOutput
+from deltaserve.core.plan import Admission, Row, RowKind, RowOutput
 from deltaserve.core.types import TokenLogprob
 from deltaserve.ops import sampling
 from deltaserve.runner.processors import Processor, make_processors
+from deltaserve.runner.speculative import SyntheticAcceptance
 
 GREEDY_BELOW = 1e-5  # a lower temperature would overflow; vLLM draws the line at the same place
 _SEED_BITS = (1 << 64) - 1
@@ -45,11 +52,44 @@ class _Request:
     processors: tuple[Processor, ...]
 
 
-class Sampler:
-    """Rows 0 .. num_rows - 1 over one vocabulary."""
+@dataclass(slots=True)
+class _Span:
+    """A row's part of the step's logits: [first, first + drafts], the last of them after the row's last token.
 
-    def __init__(self, num_rows: int, vocab_size: int) -> None:
+    `num_told` drafts have been told to the row's processors.
+    """
+
+    row: Row
+    request: _Request
+    first: int
+    drafts: tuple[int, ...]
+    num_told: int = 0
+
+    @property
+    def stop(self) -> int:
+        return self.first + len(self.drafts) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """What each position drew, and which positions could draw at all."""
+
+    ids: list[int]
+    is_fine: list[bool]
+    peaks: list[float]
+
+
+def num_logits(row: Row) -> int:
+    """How many of the row's last tokens need logits so that it can be sampled: all of a VERIFY row's."""
+    return len(row.token_ids) if row.kind == RowKind.VERIFY else 1
+
+
+class Sampler:
+    """Rows 0 .. num_rows - 1 over one vocabulary. `synthetic` decides on drafts instead of their comparison."""
+
+    def __init__(self, num_rows: int, vocab_size: int, synthetic: SyntheticAcceptance | None = None) -> None:
         self._vocab_size = vocab_size
+        self._synthetic = synthetic
         self._requests: list[_Request | None] = [None] * num_rows
         self._is_greedy = np.ones(num_rows, np.bool_)
         self._seed_keys = np.zeros(num_rows, np.uint64)
@@ -75,33 +115,28 @@ class Sampler:
         self._top_k[row] = params.top_k
         self._top_p[row] = params.top_p
         self._min_p[row] = params.min_p
+        if self._synthetic is not None:
+            self._synthetic.admit(row, admission.request_id)
 
     def retire(self, rows: Iterable[int]) -> None:
         for row in rows:
             self._requests[row] = None
 
     def sample(self, rows: Sequence[Row], logits_NV: Tensor) -> list[RowOutput]:
-        """One output per row: a token, or an error. logits_NV[n] follow the last token of rows[n]; float32, changed."""
-        requests = [self._request(row) for row in rows]
-        reporting = [n for n, request in enumerate(requests) if request.num_top is not None]
-        raw_MV = logits_NV[reporting] if reporting else None
-        values_NV = logits_NV.numpy()
-        for n, request in enumerate(requests):
-            for processor in request.processors:
-                processor.apply(values_NV[n])
-        ids_N, peaks_N = self._choose(rows, logits_NV)
-        outputs = [
-            RowOutput(request.id, token_ids=(token_id,)) if is_fine else RowOutput(request.id, error=_sentence(peak))
-            for request, token_id, is_fine, peak in zip(
-                requests, ids_N.tolist(), np.isfinite(peaks_N).tolist(), peaks_N.tolist(), strict=True
-            )
-        ]
-        if raw_MV is not None:
-            self._report(outputs, requests, reporting, raw_MV, ids_N)
-        for request, output in zip(requests, outputs, strict=True):
-            for processor in request.processors if output.error is None else ():
-                processor.accept(output.token_ids[0])
-        return outputs
+        """One output per row: its new tokens, or an error.
+
+        logits_NV, float32 and changed here, holds for each row in turn the logits after its last `num_logits` tokens.
+        """
+        spans = self._spans(rows)
+        assert spans[-1].stop == len(logits_NV), (spans[-1], logits_NV.shape)
+        reporting = [span for span in spans if span.request.num_top is not None]
+        raw_MV = logits_NV[[n for span in reporting for n in range(span.first, span.stop)]] if reporting else None
+        for span in spans:
+            if span.request.processors:
+                _apply(span, logits_NV.numpy()[span.first : span.stop])
+        drawn = self._choose(spans, logits_NV)
+        outputs = [self._settle(span, drawn) for span in spans]
+        return outputs if raw_MV is None else _report(spans, outputs, raw_MV)
 
     def score(self, row: Row, start: int, logits_TV: Tensor) -> tuple[TokenLogprob, ...]:
         """Prompt logprobs: logits_TV[t] follow absolute position start + t of the row's prompt.
@@ -125,21 +160,30 @@ class Sampler:
         assert request is not None and request.id == row.request_id, (row, request)
         return request
 
-    def _choose(self, rows: Sequence[Row], logits_NV: Tensor) -> tuple[Ids, Peaks]:
-        places_N = np.array([row.row for row in rows])
+    def _spans(self, rows: Sequence[Row]) -> list[_Span]:
+        spans, first = [], 0
+        for row in rows:
+            drafts = row.token_ids[1:] if row.kind == RowKind.VERIFY else ()
+            spans.append(_Span(row, self._request(row), first, drafts))
+            first += 1 + len(drafts)
+        return spans
+
+    def _choose(self, spans: Sequence[_Span], logits_NV: Tensor) -> _Drawn:
+        """One draw at every position."""
+        places_N, positions_N = _places(spans)
         is_greedy_N = self._is_greedy[places_N]
         if is_greedy_N.all():
-            return sampling.greedy(logits_NV)
-        if not is_greedy_N.any():
-            return sampling.sample(logits_NV, self._rules(rows, places_N))
-        ids_N, peaks_N = sampling.greedy(logits_NV)
-        drawn = np.flatnonzero(~is_greedy_N)
-        rules = self._rules([rows[n] for n in drawn.tolist()], places_N[drawn])
-        ids_N[drawn], peaks_N[drawn] = sampling.sample(logits_NV[torch.from_numpy(drawn)], rules)
-        return ids_N, peaks_N
+            ids_N, peaks_N = sampling.greedy(logits_NV)
+        elif not is_greedy_N.any():
+            ids_N, peaks_N = sampling.sample(logits_NV, self._rules(places_N, positions_N))
+        else:
+            ids_N, peaks_N = sampling.greedy(logits_NV)
+            drawn = np.flatnonzero(~is_greedy_N)
+            rules = self._rules(places_N[drawn], positions_N[drawn])
+            ids_N[drawn], peaks_N[drawn] = sampling.sample(logits_NV[torch.from_numpy(drawn)], rules)
+        return _Drawn(ids_N.tolist(), np.isfinite(peaks_N).tolist(), peaks_N.tolist())
 
-    def _rules(self, rows: Sequence[Row], places_N: Ids) -> sampling.Rules:
-        positions_N = np.array([row.start + len(row.token_ids) for row in rows])
+    def _rules(self, places_N: Ids, positions_N: Ids) -> sampling.Rules:
         return sampling.Rules(
             self._temperature[places_N],
             self._top_k[places_N],
@@ -148,16 +192,96 @@ class Sampler:
             sampling.stream_keys(self._seed_keys[places_N], positions_N),
         )
 
-    def _report(
-        self, outputs: list[RowOutput], requests: Sequence[_Request], reporting: list[int], raw_MV: Tensor, ids_N: Ids
-    ) -> None:
-        """Puts the logprobs of rows `reporting` into their outputs."""
-        num_tops = [requests[n].num_top or 0 for n in reporting]
-        ids_M = ids_N[reporting]
-        entries = _entries(sampling.logprobs(raw_MV, ids_M, max(num_tops)), ids_M.tolist(), num_tops)
-        for n, entry in zip(reporting, entries, strict=True):
-            if outputs[n].error is None:
-                outputs[n] = RowOutput(outputs[n].request_id, outputs[n].token_ids, logprobs=(entry,))
+    def _settle(self, span: _Span, drawn: _Drawn) -> RowOutput:
+        """The tokens of one row; its processors hear which ones these are."""
+        num_accepted = self._num_accepted(span, drawn)
+        tokens, last = span.drafts[:num_accepted], span.first + num_accepted
+        error = None
+        if drawn.is_fine[last]:
+            tokens += (drawn.ids[last],)
+        elif not tokens:
+            error = _sentence(drawn.peaks[last])
+        _tell(span, tokens)
+        return RowOutput(span.request.id, token_ids=tokens, error=error)
+
+    def _num_accepted(self, span: _Span, drawn: _Drawn) -> int:
+        """How many drafts to keep: none behind a position that drew nothing."""
+        if self._synthetic is not None and span.drafts:
+            wanted = self._synthetic.next(span.row.row, len(span.drafts))
+            ids: Sequence[int] = span.drafts[:wanted]
+        else:
+            ids = drawn.ids[span.first : span.stop - 1]
+        num_accepted = 0
+        for token_id, draft, is_fine in zip(ids, span.drafts, drawn.is_fine[span.first :], strict=False):
+            if token_id != draft or not is_fine:
+                break
+            num_accepted += 1
+        return num_accepted
+
+
+def _places(spans: Sequence[_Span]) -> tuple[Ids, Ids]:
+    """For each position: the row's place in the tables, and the absolute position of the token that is drawn."""
+    numbers = [
+        (span.row.row, end)
+        for span in spans
+        for end in range(
+            span.row.start + len(span.row.token_ids) - len(span.drafts), span.row.start + len(span.row.token_ids) + 1
+        )
+    ]
+    places_N, positions_N = np.array(numbers, np.int64).T
+    return places_N, positions_N
+
+
+def _apply(span: _Span, logits_WV: Peaks) -> None:
+    """The row's rules at each of its positions, as though the drafts before it were accepted.
+
+    It goes no further than a draft that a rule forbids: that draft will be refused.
+    """
+    for logits_V, draft in zip(logits_WV, (*span.drafts, None), strict=True):
+        for processor in span.request.processors:
+            processor.apply(logits_V)
+        if draft is None or logits_V[draft] == -np.inf:
+            return
+        for processor in span.request.processors:
+            processor.accept(draft)
+        span.num_told += 1
+
+
+def _tell(span: _Span, tokens: Sequence[int]) -> None:
+    """From the drafts that processors were told to the tokens that the row keeps."""
+    told = span.drafts[: span.num_told]
+    num_right = next((n for n, pair in enumerate(zip(told, tokens, strict=False)) if pair[0] != pair[1]), None)
+    num_right = min(len(told), len(tokens)) if num_right is None else num_right
+    for processor in span.request.processors:
+        if told[num_right:]:
+            processor.rollback(told[num_right:])
+        for token_id in tokens[num_right:]:
+            processor.accept(token_id)
+
+
+def _report(spans: Sequence[_Span], outputs: Sequence[RowOutput], raw_MV: Tensor) -> list[RowOutput]:
+    """The outputs with the logprobs that their requests asked for; raw_MV has all positions of those rows in turn."""
+    places: list[int] = []
+    token_ids: list[int] = []
+    num_tops: list[int] = []
+    first = 0
+    for span, output in zip(spans, outputs, strict=True):
+        num_top, num_tokens = span.request.num_top, len(output.token_ids)
+        if num_top is not None:
+            places += range(first, first + num_tokens)
+            token_ids += output.token_ids
+            num_tops += [num_top] * num_tokens
+            first += len(span.drafts) + 1
+    if not places:
+        return list(outputs)
+    found = sampling.logprobs(raw_MV[places], np.array(token_ids, np.int64), max(num_tops))
+    entries = iter(_entries(found, token_ids, num_tops))
+    return [
+        output
+        if span.request.num_top is None or output.error is not None
+        else replace(output, logprobs=tuple(next(entries) for _ in output.token_ids))
+        for span, output in zip(spans, outputs, strict=True)
+    ]
 
 
 def _entries(found: sampling.Logprobs, token_ids: Sequence[int], num_tops: Sequence[int]) -> list[TokenLogprob]:

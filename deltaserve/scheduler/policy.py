@@ -4,16 +4,19 @@ The rules:
 
 1. A prefill chunk ends on an absolute multiple of 64 or at the end of the known tokens, never elsewhere, so that a
    prefill row always starts on a boundary. A chunk that can reach neither within its budget waits.
-2. Decode rows go first, one token each, the least recently served ahead if the budget does not hold all of them;
-   prefill gets what is left, first come first served: the first that must wait ends the step's prefills.
+2. Decode rows go first, one token each, the least recently served ahead if the budget does not hold all of them. Of
+   what is left, prefill gets 64 tokens if anybody waits for them, then drafts get theirs, then prefill the rest, first
+   come first served: the first that must wait ends the step's prefills. Long prompts come last (`scheduler.share`).
 3. Where decode rows leave too little for the first prefill, it waits PREFILL_PATIENCE steps; then comes a prefill
    turn: prefill goes first with at least 64 tokens, and decode rows get what is left. So the oldest prefill advances
    by 64 tokens or to its end in every PREFILL_PATIENCE + 1 steps, whatever the decode rows do, and the token budget
    is never exceeded.
 4. A new request is admitted only if its known tokens fit into free pages and one page for each running row stays
-   free; otherwise rows about to grow would push the newcomer out again. With nothing running, all pages count.
-5. Who needs a page and finds none takes those of the request that arrived last, which may be itself. So the oldest
-   request always advances.
+   free; otherwise rows about to grow would push the newcomer out again. With nothing running, all pages count. What
+   only the cache holds counts as free. Without eviction (`no_eviction`) everything that the running ones and the
+   newcomer may ever come to need must be free, and so no row is ever pushed out.
+5. Who needs a page and finds none takes those of the request with the highest priority number that arrived last,
+   which may be itself. So the oldest request of the lowest number always advances.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Protocol, TypeVar
 
-from deltaserve.core.errors import ContextLengthError, RequestError
+from deltaserve.cache.layout import num_pages_for
+from deltaserve.core.errors import ContextLengthError, OverloadedError, RequestError
 from deltaserve.core.request import Request
 from deltaserve.core.types import BLOCK, FinishReason
 
@@ -74,12 +78,6 @@ def chunk_end(start: int, known: int, budget: int) -> int | None:
     return end if end > start else None
 
 
-def cut_position(start: int, end: int) -> int | None:
-    """The last boundary in (start, end], whose state a prefill row keeps; None if there is none."""
-    boundary = end // BLOCK * BLOCK
-    return boundary if boundary > start else None
-
-
 def prefill_turn_budget(budget: int, num_decodes: int, num_passed_over: int) -> int:
     """Tokens that prefill may take ahead of `num_decodes` decode rows: 0 unless this is a prefill turn."""
     if num_passed_over < PREFILL_PATIENCE:
@@ -95,8 +93,32 @@ def choose_decodes(candidates: Sequence[S], budget: int) -> Sequence[S]:
 
 
 def choose_victim(running: Sequence[Request]) -> Request:
-    """Who gives up its pages: the latest arrival."""
-    return max(running, key=attrgetter("arrival_s", "id"))
+    """Who gives up its pages: of the least urgent ones the latest arrival."""
+    return max(running, key=lambda request: (request.options.priority, request.arrival_s, request.id))
+
+
+def num_tokens_at_most(request: Request) -> int:
+    """Known tokens at the request's end, if it says all it may. `refuse_impossible` keeps it within the context."""
+    assert request.params.max_tokens is not None, "the engine resolves max_tokens"
+    return len(request.prompt_ids) + request.params.max_tokens
+
+
+def num_pages_at_most(request: Request) -> int:
+    """The last output token is never computed and needs no page."""
+    return num_pages_for(num_tokens_at_most(request) - 1)
+
+
+def refuse_overload(num_queued: int, num_free_rows: int, max_queued: int | None) -> None:
+    """Raise OverloadedError if one more would have to wait where `max_queued` do.
+
+    Those for which a row is free only wait for the next step and do not count.
+    """
+    num_waiting = max(num_queued - num_free_rows, 0)
+    if max_queued is not None and num_queued >= num_free_rows + max_queued:
+        raise OverloadedError(
+            f"{num_waiting} requests wait for a place already, and at most {max_queued} may (--max-queued-requests); "
+            "try again later"
+        )
 
 
 def finish_reason(request: Request, max_model_len: int) -> FinishReason | None:
@@ -112,3 +134,16 @@ def finish_reason(request: Request, max_model_len: int) -> FinishReason | None:
     if num_output >= max_tokens or request.num_known >= max_model_len:
         return FinishReason.LENGTH
     return None
+
+
+def take_output(
+    request: Request, token_ids: Sequence[int], max_model_len: int
+) -> tuple[tuple[int, ...], FinishReason | None]:
+    """Append a row's new tokens to the request up to the one that ends it; those taken, and why it ends if it does."""
+    reason = None
+    for num_taken, token_id in enumerate(token_ids, 1):
+        request.output_ids.append(token_id)
+        reason = finish_reason(request, max_model_len)
+        if reason is not None:
+            return tuple(token_ids[:num_taken]), reason
+    return tuple(token_ids), reason

@@ -17,14 +17,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from deltaserve.core.errors import EngineDeadError, RequestError
-from deltaserve.engine.info import EngineStats
+from deltaserve.engine.info import EngineStats, RequestRecord
 from deltaserve.server import errors
 from deltaserve.server.chat import prepare_chat, render
 from deltaserve.server.completions import prepare_completion
 from deltaserve.server.errors import BodyTooLargeError, MediaTypeError
 from deltaserve.server.metrics import CONTENT_TYPE
+from deltaserve.server.options import SESSION_HEADER
 from deltaserve.server.sampling import check_token_ids
-from deltaserve.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
+from deltaserve.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+    parse,
+)
 from deltaserve.server.served import Served
 from deltaserve.server.stream import EventStream, unless_disconnected
 from deltaserve.server.writer import Answer, encode, events, whole
@@ -52,6 +60,7 @@ def create_app(served: Served) -> FastAPI:
     _add_tokens(app, served)
     _add_models(app, served)
     _add_operation(app, served)
+    _add_cache(app, served)
     for file in PAGE.iterdir():
         path = "/" if file.name == "index.html" else f"/page/{file.name}"
         app.add_api_route(path, _page(file), methods=["GET", "HEAD"], include_in_schema=False)
@@ -129,6 +138,19 @@ def _add_operation(app: FastAPI, served: Served) -> None:
         return _json({"model": served.names[0], "alive": served.engine.is_alive} | _figures(await _stats(served)))
 
 
+def _add_cache(app: FastAPI, served: Served) -> None:
+    @app.post("/reset_prefix_cache", response_model=None)
+    async def reset_prefix_cache() -> Response:
+        """Forget every cached prefix; running requests keep what they use."""
+        await served.engine.reset_prefix_cache()
+        return _json({"message": "the prefix cache is empty"})
+
+    @app.get("/debug/requests", response_model=None)
+    async def requests() -> Response:
+        """How the latest requests met the prefix cache, oldest first."""
+        return _json({"requests": [_record(record) for record in await served.engine.records()]})
+
+
 def _post(app: FastAPI, path: str, kind: type[msgspec.Struct]) -> Callable[[Endpoint], Endpoint]:
     schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
@@ -145,7 +167,10 @@ async def _read(request: Request, kind: type[Body]) -> Body:
         size_bytes += len(part)
         if size_bytes > MAX_BODY_BYTES:
             raise BodyTooLargeError(f"the body exceeds {MAX_BODY_BYTES} bytes")
-    return parse(kind, b"".join(parts))
+    body = parse(kind, b"".join(parts))
+    if isinstance(body, GenerationRequest) and body.session_id is None:
+        body.session_id = request.headers.get(SESSION_HEADER) or None
+    return body
 
 
 async def _answer(request: Request, answer: Answer, is_stream: bool) -> Response:
@@ -174,7 +199,20 @@ def _figures(stats: EngineStats | None) -> dict[str, Any]:
     return {} if stats is None else asdict(stats)
 
 
+def _record(record: RequestRecord) -> dict[str, Any]:
+    met = record.cache
+    return {
+        "id": record.request_id,
+        "prompt_tokens": met.num_prompt,
+        "cached_tokens": met.num_cached,
+        "matched_tokens": met.num_matched,
+        "restored_tokens": met.num_restored,
+        "note": met.note,
+    }
+
+
 def _card(served: Served, name: str) -> dict[str, Any]:
+    synthetic = served.synthetic_acceptance
     return {
         "id": name,
         "object": "model",
@@ -183,7 +221,7 @@ def _card(served: Served, name: str) -> dict[str, Any]:
         "root": served.root,
         "parent": None,
         "max_model_len": served.limits.max_model_len,
-    }
+    } | ({} if synthetic is None else {"synthetic_acceptance_length": synthetic})
 
 
 def _json(value: Any) -> Response:

@@ -52,6 +52,7 @@ class Edge:
             template=self.template,
             defaults=self.defaults,
             limits=Limits(client.info.max_model_len, client.info.vocab_size, self.max_logprobs),
-            metrics=Metrics(self.names[0]),
+            metrics=Metrics(self.names[0], client.info.synthetic_acceptance),
+            synthetic_acceptance=client.info.synthetic_acceptance,
         )
         return create_app(served)

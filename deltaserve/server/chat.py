@@ -9,6 +9,7 @@ from deltaserve.core.errors import RequestError
 from deltaserve.server.generation import Finished, Generation, Piece, make_choices
 from deltaserve.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from deltaserve.server.messages import check_tools, normalize_messages
+from deltaserve.server.options import request_options
 from deltaserve.server.parsers.reasoning import ReasoningSplitter, State, continued_state, start_state
 from deltaserve.server.sampling import Limits, OutputBudget, check_num_logprobs, sampling_params, with_budget
 from deltaserve.server.schema import ChatRequest, TokenizeRequest
@@ -44,12 +45,12 @@ async def render(served: Served, request: ChatRequest | TokenizeRequest) -> Chat
 
 async def prepare_chat(served: Served, request: ChatRequest) -> ChatAnswer:
     """Check everything and render; nothing runs yet."""
-    head = Head.make(served, "chatcmpl", request.model)
+    head, options = Head.make(served, "chatcmpl", request.model), request_options(request)
     params = sampling_params(request, served.defaults, served.limits, _num_logprobs(request, served.limits))
     prompt = await render(served, request)
     max_tokens = _budget(request).resolve(len(prompt.ids), served.limits, served.defaults)
     choices = make_choices([(prompt.ids, with_budget(params, max_tokens))], request.n or 1)
-    generation = Generation(served.engine, served.tokenizer, served.metrics, choices)
+    generation = Generation(served.engine, served.tokenizer, served.metrics, choices, options)
     return ChatAnswer(head, request, prompt, generation, TokenNames.of(served.tokenizer, request))
 
 

@@ -12,6 +12,7 @@ from deltaserve.engine.text import TextStream
 from deltaserve.engine.tokenizer import Tokenizer
 from deltaserve.server.generation import Finished, Generation, Piece, make_choices
 from deltaserve.server.logprobs import TokenNames, completion_logprobs, prompt_logprobs
+from deltaserve.server.options import request_options
 from deltaserve.server.sampling import OutputBudget, check_num_logprobs, check_token_ids, sampling_params, with_budget
 from deltaserve.server.schema import MAX_CHOICES, CompletionRequest, shown
 from deltaserve.server.served import Head, Served
@@ -40,7 +41,7 @@ NO_ECHO = Echo()
 
 async def prepare_completion(served: Served, request: CompletionRequest) -> CompletionAnswer:
     """Check everything and tokenise; nothing runs yet."""
-    head = Head.make(served, "cmpl", request.model)
+    head, options = Head.make(served, "cmpl", request.model), request_options(request)
     num_logprobs = check_num_logprobs(request.logprobs, served.limits, "logprobs")
     params = sampling_params(request, served.defaults, served.limits, num_logprobs)
     if request.echo and request.logprobs is not None:
@@ -50,7 +51,8 @@ async def prepare_completion(served: Served, request: CompletionRequest) -> Comp
     if len(prompts) * num_each > MAX_CHOICES:
         sentence = f"{len(prompts)} prompts with n = {num_each} are more than {MAX_CHOICES} choices; send fewer at once"
         raise RequestError(sentence, "prompt" if num_each == 1 else "n")
-    generation = Generation(served.engine, served.tokenizer, served.metrics, make_choices(prompts, num_each))
+    choices = make_choices(prompts, num_each)
+    generation = Generation(served.engine, served.tokenizer, served.metrics, choices, options)
     echoes = [Echo.of(c.prompt_ids, served.tokenizer) if request.echo else NO_ECHO for c in generation.choices]
     return CompletionAnswer(head, request, generation, echoes, TokenNames.of(served.tokenizer, request))
 

@@ -41,6 +41,8 @@ def print_summary(console: Console, names: tuple[str, ...], info: EngineInfo, ur
         "model": f"{', '.join(names)} ({info.model_type})",
         "context": f"{info.max_model_len:,} tokens",
         "at once": f"{info.num_rows} requests, {info.num_pages:,} pages of 64 tokens, {info.num_slots} state slots",
+        "prefix cache": _prefix_cache(info),
+        "drafts": _drafts(info),
         "machine": f"{info.num_ranks} rank(s) of {info.num_threads} thread(s)",
         "ready": f"after {start_s:.1f} s",
         "chat": url,
@@ -49,3 +51,21 @@ def print_summary(console: Console, names: tuple[str, ...], info: EngineInfo, ur
     for name, value in rows.items():
         table.add_row(name, value)
     console.print(table, highlight=False, soft_wrap=True)
+
+
+def _prefix_cache(info: EngineInfo) -> str:
+    if not info.has_prefix_cache:
+        return "off (--no-enable-prefix-caching)"
+    device = f"{info.num_snapshots:,} snapshots"
+    if not info.num_host_pages and not info.num_host_slots:
+        return f"{device}; no host tier (--host-cache-bytes)"
+    return f"{device}; on the host {info.num_host_slots:,} more and {info.num_host_pages:,} pages"
+
+
+def _drafts(info: EngineInfo) -> str:
+    if not info.num_drafts:
+        return "none (--speculative-config)"
+    drafts = f"up to {info.num_drafts} a step"
+    if info.synthetic_acceptance is None:
+        return drafts
+    return f"{drafts}, SYNTHETIC acceptance of {info.synthetic_acceptance:g} tokens a step: texts mean nothing"

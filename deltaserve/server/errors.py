@@ -56,6 +56,7 @@ TABLE: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (Exception, 500, "server_error", "internal_error"),
 )
 
+RETRY_AFTER = {"retry-after": "1"}  # seconds; with 429
 INTERNAL_MESSAGE = "the server failed on this request; its log has the details"
 
 
@@ -69,7 +70,8 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
 
 def error_response(error: Exception) -> Response:
     status, body = describe(error)
-    return Response(msgspec.json.encode(body), status, media_type="application/json")
+    headers = RETRY_AFTER if status == HTTPStatus.TOO_MANY_REQUESTS else None
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 
 def install(app: FastAPI) -> None:

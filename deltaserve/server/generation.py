@@ -13,8 +13,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from deltaserve.core.types import FinishReason, SamplingParams, TokenChunk, TokenLogprob
-from deltaserve.engine.info import EngineStats
+from deltaserve.core.types import FinishReason, RequestOptions, SamplingParams, TokenChunk, TokenLogprob
+from deltaserve.engine.info import EngineStats, RequestRecord
 from deltaserve.engine.text import TextDelta, TextStream, Vocabulary
 from deltaserve.server.errors import GenerationError
 from deltaserve.server.metrics import Metrics
@@ -26,11 +26,15 @@ class EngineClient(Protocol):
     @property
     def is_alive(self) -> bool: ...
 
-    def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
+    def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, options: RequestOptions
+    ) -> AsyncGenerator[TokenChunk, None]:
         """Chunks of one request. Closing the iterator aborts it."""
         ...
 
     async def stats(self) -> EngineStats: ...
+    async def records(self) -> list[RequestRecord]: ...
+    async def reset_prefix_cache(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +64,13 @@ class Usage:
     num_cached: int = 0
     num_completion: int = 0
 
-    def add(self, choice: Choice, chunk: TokenChunk) -> None:
-        self.num_completion += len(chunk.token_ids)
+    def start(self, choice: Choice, first: TokenChunk) -> None:
+        """What was cached is known with the first chunk; every later one repeats it."""
         if choice.is_first:
-            self.num_cached += chunk.num_cached
+            self.num_cached += first.num_cached
+
+    def add(self, chunk: TokenChunk) -> None:
+        self.num_completion += len(chunk.token_ids)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -92,6 +99,7 @@ class Generation:
     vocabulary: Vocabulary
     metrics: Metrics
     choices: list[Choice]
+    options: RequestOptions
     usage: Usage = field(default_factory=Usage)
 
     def __post_init__(self) -> None:
@@ -108,13 +116,18 @@ class Generation:
     async def _follow(self, choice: Choice) -> AsyncGenerator[Piece, None]:
         text = TextStream(self.vocabulary, choice.params)
         timer = self.metrics.start(len(choice.prompt_ids))
+        is_started = False
         try:
-            async with aclosing(self.engine.generate(choice.prompt_ids, choice.params)) as chunks:
+            stream = self.engine.generate(choice.prompt_ids, choice.params, options=self.options)
+            async with aclosing(stream) as chunks:
                 async for chunk in chunks:
                     if chunk.finish_reason is FinishReason.ERROR:
                         timer.fail()
                         raise GenerationError(chunk.error or "the engine gave up on this request")
-                    self.usage.add(choice, chunk)
+                    if not is_started:
+                        is_started = True
+                        self.usage.start(choice, chunk)
+                    self.usage.add(chunk)
                     delta = text.feed(chunk)
                     timer.advance(len(chunk.token_ids), chunk.num_cached, delta.finish_reason)
                     yield Piece(choice.index, delta, chunk.prompt_logprobs)

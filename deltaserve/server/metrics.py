@@ -16,6 +16,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from deltaserve.core.types import FinishReason
 from deltaserve.engine.info import EngineStats
 
+_Family = GaugeMetricFamily | CounterMetricFamily
+
 PREFIX = "deltaserve_"
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0)
@@ -25,10 +27,14 @@ NUM_TOKENS = tuple(float(4**power) for power in range(10))
 
 
 class Metrics:
-    """One per server. Every metric carries the label `model_name`."""
+    """One per server. Every metric carries the label `model_name`.
 
-    def __init__(self, model_name: str) -> None:
+    `synthetic_acceptance` (tokens a step) appears as a metric of its own where it is not None.
+    """
+
+    def __init__(self, model_name: str, synthetic_acceptance: float | None = None) -> None:
         self.model_name = model_name
+        self._synthetic_acceptance = synthetic_acceptance
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that got a first token.")
@@ -58,7 +64,7 @@ class Metrics:
         if stats is None:
             return text
         engine = CollectorRegistry(auto_describe=False)
-        engine.register(_EngineCollector(stats, self.model_name))
+        engine.register(_EngineCollector(stats, self.model_name, self._synthetic_acceptance))
         return text + generate_latest(engine)
 
     def _counter(self, name: str, text: str) -> Counter:
@@ -109,35 +115,77 @@ class RequestTimer:
 
 
 # Name, what it tells, and how it is read. Counters end in `_total` when they are written out.
-ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+Figures = tuple[tuple[str, str, Callable[[EngineStats], float]], ...]
+ENGINE_GAUGES: Figures = (
     ("num_requests_running", "Requests that own pages and a row.", lambda s: s.num_running),
     ("num_requests_waiting", "Requests in the queue.", lambda s: s.num_waiting),
-    ("kv_cache_usage_perc", "Share of the pages in use, 0 to 1.", lambda s: _used(s.num_free_pages, s.num_pages)),
+    ("kv_cache_usage_perc", "Share of the pages in use, 0 to 1.", lambda s: _used(s.num_available_pages, s.num_pages)),
     ("num_pages", "Pages of 64 tokens.", lambda s: s.num_pages),
-    ("num_free_pages", "Pages that nothing uses.", lambda s: s.num_free_pages),
+    ("num_free_pages", "Pages that hold nothing.", lambda s: s.num_free_pages),
+    ("num_available_pages", "Pages that are free, or hold what may be dropped.", lambda s: s.num_available_pages),
+    ("num_cached_pages", "Pages that the prefix cache knows.", lambda s: s.cache.pages_now),
     ("num_slots", "Slots for recurrent states.", lambda s: s.num_slots),
-    ("num_free_slots", "Slots that nothing uses.", lambda s: s.num_free_slots),
+    ("num_free_slots", "Slots that hold nothing.", lambda s: s.num_free_slots),
+    ("num_snapshots", "Slots that the prefix cache has for snapshots beyond those of rows.", lambda s: s.num_snapshots),
+    ("num_snapshots_held", "Snapshots in the prefix cache.", lambda s: s.cache.snapshots_now),
+    ("host_cache_pages", "Pages of the host tier.", lambda s: s.num_host_pages),
+    ("host_cache_pages_held", "Those of them in use.", lambda s: s.cache.host_pages_now),
+    ("host_cache_snapshots", "Snapshots that the host tier has room for.", lambda s: s.num_host_slots),
+    ("host_cache_snapshots_held", "Those of them in use.", lambda s: s.cache.host_snapshots_now),
 )
-ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+ENGINE_COUNTERS: Figures = (
     ("num_preemptions", "Requests put back to make room for others.", lambda s: s.num_preemptions),
+    ("admission_rejections", "Requests refused because the queue was full.", lambda s: s.num_refused),
     ("num_steps", "Steps of the engine.", lambda s: s.num_steps),
     ("steps_seconds", "Time spent in steps.", lambda s: s.steps_s),
     ("computed_tokens", "Tokens that went through the model.", lambda s: s.num_computed_tokens),
+    ("prefix_cache_queries", "Tokens looked up in the prefix cache.", lambda s: s.cache.num_looked_up),
+    ("prefix_cache_hits", "Those of them that need no computing.", lambda s: s.cache.num_hit),
+    ("prefix_cache_restored_tokens", "Hits that came from the host tier.", lambda s: s.cache.num_restored),
+    ("snapshots_published", "Snapshots that entered the prefix cache.", lambda s: s.cache.snapshots_published),
+    ("snapshots_refused", "Snapshots wanted, but there was no slot.", lambda s: s.cache.snapshots_refused),
+    ("snapshots_evicted", "Snapshots that left the device.", lambda s: s.cache.snapshots_evicted),
+    ("snapshots_saved", "Those of them that went to the host.", lambda s: s.cache.snapshots_saved),
+    ("snapshots_restored", "Snapshots that came back from the host.", lambda s: s.cache.snapshots_restored),
+    ("snapshots_dropped", "Snapshots that are gone for good.", lambda s: s.cache.snapshots_dropped),
+    ("pages_evicted", "Cached pages that left the device.", lambda s: s.cache.pages_evicted),
+    ("pages_saved", "Those of them that went to the host.", lambda s: s.cache.pages_saved),
+    ("pages_restored", "Pages that came back from the host.", lambda s: s.cache.pages_restored),
+    ("pages_dropped", "Cached pages that are gone for good.", lambda s: s.cache.pages_dropped),
+    ("cache_events_dropped", "Cache events that nobody fetched in time.", lambda s: s.cache.events_dropped),
+    ("spec_decode_num_drafts", "Rows that verified drafts.", lambda s: s.drafts.num_rows),
+    ("spec_decode_num_draft_tokens", "Drafts in them.", lambda s: s.drafts.num_verified),
+    ("spec_decode_num_accepted_tokens", "Drafts accepted.", lambda s: s.drafts.num_accepted),
+)
+PER_POSITION = ("spec_decode_num_accepted_tokens_per_pos", "Drafts accepted, by their place in the row.")
+SYNTHETIC = (
+    "synthetic_acceptance_length",
+    "Tokens a step by a schedule instead of a comparison: for measuring speed, the texts mean nothing.",
 )
 
 
-def _used(num_free: int, num_all: int) -> float:
-    return 1 - num_free / num_all if num_all else 0.0
+def _used(num_left: int, num_all: int) -> float:
+    return 1 - num_left / num_all if num_all else 0.0
 
 
 class _EngineCollector:
-    def __init__(self, stats: EngineStats, model_name: str) -> None:
+    def __init__(self, stats: EngineStats, model_name: str, synthetic_acceptance: float | None) -> None:
         self._stats = stats
         self._model_name = model_name
+        self._synthetic_acceptance = synthetic_acceptance
 
     def collect(self) -> Iterator[Metric]:
         for kind, rows in ((GaugeMetricFamily, ENGINE_GAUGES), (CounterMetricFamily, ENGINE_COUNTERS)):
             for name, text, read in rows:
-                family = kind(PREFIX + name, text, labels=("model_name",))
-                family.add_metric((self._model_name,), read(self._stats))
-                yield family
+                yield self._family(kind, name, text, read(self._stats))
+        by_position = CounterMetricFamily(PREFIX + PER_POSITION[0], PER_POSITION[1], labels=("model_name", "position"))
+        for position, count in enumerate(self._stats.drafts.accepted_by_position):
+            by_position.add_metric((self._model_name, str(position)), count)
+        yield by_position
+        if self._synthetic_acceptance is not None:
+            yield self._family(GaugeMetricFamily, *SYNTHETIC, self._synthetic_acceptance)
+
+    def _family(self, kind: type[_Family], name: str, text: str, value: float) -> Metric:
+        family = kind(PREFIX + name, text, labels=("model_name",))
+        family.add_metric((self._model_name,), value)
+        return family

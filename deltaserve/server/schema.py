@@ -59,6 +59,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     user: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+    speculative: bool | None = None
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -177,6 +181,9 @@ RANGES: dict[str, Range] = {
     "top_logprobs": Range(0),
 }
 
+# Fields for scheduler and cache: a body that runs no request has no use for them.
+ENGINE_FIELDS = ("priority", "cache_salt", "session_id", "speculative")
+
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 
@@ -187,6 +194,8 @@ def parse(kind: type[Body], raw: bytes) -> Body:
     """Bytes to a checked struct."""
     values = decode(raw)
     _refuse_not_offered(values)
+    if not issubclass(kind, GenerationRequest):
+        _refuse_engine_fields(values)
     try:
         body = msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
@@ -256,6 +265,12 @@ def _refuse_not_offered(values: dict[str, Any]) -> None:
         value = values[name]
         if value is not None and value not in NOT_OFFERED[name]:
             raise NotOfferedError(f"{name} is not offered yet, and was {shown(value)}; leave it out", name)
+
+
+def _refuse_engine_fields(values: dict[str, Any]) -> None:
+    for name in ENGINE_FIELDS:
+        if values.get(name) is not None:
+            raise RequestError(f"{name} is for requests that generate; leave it out here", name)
 
 
 def _type_error(sentence: str, values: dict[str, Any]) -> RequestError:

@@ -23,7 +23,10 @@ INLINE_CHARS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """`names` are what clients may call the model, the first being the one that answers carry."""
+    """`names` are what clients may call the model, the first being the one that answers carry.
+
+    `synthetic_acceptance` (tokens a step) is said wherever the model is named: its texts then mean nothing.
+    """
 
     names: tuple[str, ...]
     root: str
@@ -34,6 +37,7 @@ class Served:
     defaults: Mapping[str, float]
     limits: Limits
     metrics: Metrics
+    synthetic_acceptance: float | None = None
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     @property

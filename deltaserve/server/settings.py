@@ -20,11 +20,15 @@ import yaml
 
 from deltaserve.core.config import CacheConfig, EngineConfig, SchedulerConfig
 from deltaserve.core.errors import ConfigError
+from deltaserve.engine.speculative import speculative_config
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
-SERVER, MODEL, MEMORY, SCHEDULING, MACHINE = "Server", "Model", "Memory", "Scheduling", "Machine"
+SERVER, MODEL, MEMORY, CACHE = "Server", "Model", "Memory", "Prefix cache"
+SCHEDULING, MACHINE = "Scheduling", "Machine"
+
+DRAFTS_HELP = 'Drafts, as JSON: {"method": "mtp", "num_speculative_tokens": 3}.'
 
 
 def _flag(default: Any, panel: str, text: str) -> Any:
@@ -60,8 +64,20 @@ class Settings:
     mean_sequence_tokens: int | None = _flag(None, MEMORY, "Size the pools for sequences of this mean length.")
     memory_utilization: float = _flag(0.4, MEMORY, "Share of the free memory for the pools.")
 
+    enable_prefix_caching: bool = _flag(True, CACHE, "Reuse what earlier requests computed.")
+    num_snapshots: int | None = _flag(None, CACHE, "States kept for reuse; left out: by their share of the memory.")
+    snapshot_memory_share: float = _flag(0.25, CACHE, "Share of the cache's memory for states; pages get the rest.")
+    retained_turns: int = _flag(3, CACHE, "Latest turns of a conversation that keep their states.")
+    snapshot_interval: int | str = _flag(0, CACHE, "Tokens between states kept for no other reason; 0: none are.")
+    host_cache_bytes: int | str = _flag(0, CACHE, "Host memory for what leaves the device, such as 4G; 0: none.")
+
     max_num_seqs: int = _flag(32, SCHEDULING, "Most requests that run at once.")
     max_num_batched_tokens: int = _flag(2048, SCHEDULING, "Most tokens that one step computes.")
+    max_queued_requests: int | None = _flag(None, SCHEDULING, "Most requests that wait; one more is answered with 429.")
+    long_prefill_share: float = _flag(0.5, SCHEDULING, "Most time that long prompts take while others are served.")
+    long_prefill_min_tokens: int | str = _flag(4096, SCHEDULING, "Tokens to compute from which a prompt is long.")
+    no_eviction: bool = _flag(False, SCHEDULING, "Admit only what can run to its end; nothing is ever preempted.")
+    speculative_config: str | Mapping[str, Any] | None = _flag(None, SCHEDULING, DRAFTS_HELP)
 
     tensor_parallel_size: int = _flag(1, MACHINE, "Ranks that share each layer.")
     num_threads: int | None = _flag(None, MACHINE, "CPU threads of all ranks together.")
@@ -90,7 +106,8 @@ class Settings:
             num_threads=self.num_threads,
             debug_checks=self.debug_checks,
             cache=self._cache_config(),
-            scheduler=SchedulerConfig(self.max_num_seqs, self.max_num_batched_tokens),
+            scheduler=self._scheduler_config(),
+            speculative=speculative_config(self.speculative_config),
         )
 
     def _cache_config(self) -> CacheConfig:
@@ -102,6 +119,22 @@ class Settings:
             kv_cache_memory_bytes=None if size is None else parse_size(size, "kv_cache_memory_bytes"),
             mean_sequence_tokens=self.mean_sequence_tokens,
             memory_utilization=self.memory_utilization,
+            enable_prefix_caching=self.enable_prefix_caching,
+            num_snapshots=self.num_snapshots,
+            snapshot_memory_share=self.snapshot_memory_share,
+            retained_turns=self.retained_turns,
+            snapshot_interval=parse_size(self.snapshot_interval, "snapshot_interval"),
+            host_cache_bytes=parse_size(self.host_cache_bytes, "host_cache_bytes"),
+        )
+
+    def _scheduler_config(self) -> SchedulerConfig:
+        return SchedulerConfig(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            long_prefill_share=self.long_prefill_share,
+            long_prefill_min_tokens=parse_size(self.long_prefill_min_tokens, "long_prefill_min_tokens"),
+            no_eviction=self.no_eviction,
+            max_queued=self.max_queued_requests,
         )
 
 

@@ -92,3 +92,53 @@ def test_random_operations_against_a_naive_pool() -> None:
                 held -= Counter([block])
         pool.check(held.elements())
         assert pool.num_free == 8 - len(held)
+
+
+def test_a_kept_block_is_evictable_when_the_cache_alone_holds_it() -> None:
+    pool = BlockPool(4)
+    pool.reserve(2)
+    pool.keep((1,))
+    assert (pool.num_evictable, pool.num_kept, pool.num_available) == (0, 1, 1)
+    pool.release((1, 2))
+    assert (pool.num_free, pool.num_evictable, pool.num_available) == (2, 1, 3)
+    assert pool.is_evictable(1) and not pool.is_free(1)
+    pool.check([], [1])
+    pool.share((1,))
+    assert (pool.num_evictable, pool.num_available) == (0, 2)
+    pool.drop(1)
+    pool.check([1])
+    pool.release((1,))
+    assert pool.num_free == 3
+
+
+def test_dropping_what_nobody_else_holds_frees_it() -> None:
+    pool = BlockPool(3)
+    pool.reserve(2)
+    pool.keep((2,))
+    pool.release((1, 2))
+    pool.drop(2)
+    pool.check([])
+    assert (pool.num_free, pool.num_evictable) == (2, 0)
+
+
+def test_the_caches_own_hold_is_dropped_not_released() -> None:
+    pool = BlockPool(3)
+    pool.reserve(1)
+    pool.keep((1,))
+    pool.release((1,))
+    with pytest.raises(AssertionError, match="the cache alone"):
+        pool.release((1,))
+    with pytest.raises(AssertionError, match="kept already"):
+        pool.keep((1,))
+    with pytest.raises(AssertionError, match="is free"):
+        pool.keep((2,))
+
+
+@pytest.mark.parametrize(("held", "kept"), [([1], []), ([], [1]), ([1, 2], [1]), ([1], [1, 1]), ([2], [1])])
+def test_check_sees_who_holds(held: list[int], kept: list[int]) -> None:
+    pool = BlockPool(4)
+    pool.reserve(1)
+    pool.keep((1,))
+    pool.check([1], [1])
+    with pytest.raises(AssertionError):
+        pool.check(held, kept)

@@ -47,7 +47,7 @@ def test_num_pages_for(num_tokens: int, num_pages: int) -> None:
 
 
 def test_pinned_pages_hold_sixteen_long_sequences() -> None:
-    sizes = plan(CacheConfig(num_pages=16 * 2048))
+    sizes = plan(CacheConfig(num_pages=16 * 2048, enable_prefix_caching=False))
     assert (sizes.num_pages, sizes.num_slots, sizes.num_rows) == (16 * 2048 + 1, 33, 16)
     assert sizes.num_tokens == 16 * 131_072
     assert sizes.pages_bytes == (16 * 2048 + 1) * PAGE_BYTES
@@ -77,8 +77,11 @@ def test_bytes_are_filled_and_not_exceeded(cache: CacheConfig, budget: int) -> N
 
 
 def test_free_memory_beyond_what_rows_can_use_is_left() -> None:
-    sizes = plan(CacheConfig(memory_utilization=1.0), max_model_len=1_000)
+    sizes = plan(CacheConfig(memory_utilization=1.0, enable_prefix_caching=False), max_model_len=1_000)
     assert sizes.num_usable_pages == 16 * 16
+    cached = plan(CacheConfig(memory_utilization=1.0), max_model_len=1_000)
+    assert cached.num_usable_pages == 4 * 16 * 16
+    assert cached.num_snapshots == 8  # a third of so few pages weighs less
     given = plan(CacheConfig(kv_cache_memory_bytes=40 * GIB), max_model_len=1_000)
     assert given.num_usable_pages > 16 * 16
 
@@ -94,7 +97,7 @@ def test_free_memory_beyond_what_rows_can_use_is_left() -> None:
 )
 def test_dtypes_change_the_bytes(kv_dtype: str, state_dtype: str, kv_factor: int, state_bytes: int) -> None:
     spec = dataclasses.replace(SPEC, kv_dtype=kv_dtype, state_dtype=state_dtype)
-    sizes = plan(CacheConfig(num_pages=2048), spec=spec)
+    sizes = plan(CacheConfig(num_pages=2048, enable_prefix_caching=False), spec=spec)
     assert sizes.pages_bytes == 2049 * (PAGE_BYTES // 2) * kv_factor
     assert sizes.slots_bytes == 33 * (SLOT_BYTES - 30 * 32 * 128 * 128 * (4 - state_bytes))
 
@@ -146,15 +149,66 @@ def test_auto_length_is_the_checkpoints_where_it_fits() -> None:
 
 
 def test_summary_names_pools_concurrency_and_limit() -> None:
-    sizes = plan_pools(SPEC, CacheConfig(num_pages=33_920), SCHEDULER, 262_144, 80 * GIB)
+    cache = CacheConfig(num_pages=33_920, num_snapshots=100, host_cache_bytes=40 * GIB)
+    sizes = plan_pools(SPEC, cache, SCHEDULER, 262_144, 80 * GIB)
     lines = sizes.summary()
     assert lines[0].startswith("pages: 33,920 of 64 tokens = 2,170,880 tokens of bfloat16 KV, 45.55 GiB")
-    assert lines[1].startswith("slots: 32 of 61.41 MiB with float32 states")
+    assert lines[1] == (
+        "slots: 132 of 61.41 MiB with float32 states, 7.98 GiB, 100 of them for snapshots of the prefix cache"
+    )
     assert lines[2].startswith("rows: 16 with rings of")
     assert lines[3] == (
         "maximum concurrency at --max-model-len 262,144: 8.28 sequences; pages are the limit (--num-pages 33920)"
     )
-    assert len(lines) == 4
+    assert lines[4].startswith("host tier: 22,329 pages = 1,429,056 tokens, and 166 snapshots, 40.00 GiB")
+    assert len(lines) == 5
+
+
+@pytest.mark.parametrize(
+    ("cache", "expected"),
+    [
+        (CacheConfig(num_pages=4096, num_snapshots=5), 5),
+        (CacheConfig(num_pages=4096, num_snapshots=0), 0),
+        (CacheConfig(num_pages=4096, enable_prefix_caching=False, num_snapshots=5), 0),
+        (CacheConfig(num_pages=4096), 4096 * PAGE_BYTES // 4 // SLOT_BYTES),
+        (CacheConfig(num_pages=4096, snapshot_memory_share=0.0), 8),
+        (CacheConfig(mean_sequence_tokens=16_384), 4096 * PAGE_BYTES // 4 // SLOT_BYTES),
+        (CacheConfig(mean_sequence_tokens=4096), 8),
+    ],
+)
+def test_snapshots_beside_a_given_number_of_pages(cache: CacheConfig, expected: int) -> None:
+    sizes = plan(cache, max_model_len=4096)
+    assert sizes.num_snapshots == expected
+    assert sizes.num_slots == 33 + expected
+
+
+def test_snapshots_are_no_more_than_pages() -> None:
+    assert plan(CacheConfig(num_pages=6), max_model_len=384).num_snapshots == 6
+
+
+def test_snapshots_take_their_share_of_what_rows_leave() -> None:
+    sizes = plan(CacheConfig(kv_cache_memory_bytes=20 * GIB, snapshot_memory_share=0.5))
+    left = 20 * GIB - 33 * SLOT_BYTES - 16 * ROW_BYTES
+    assert sizes.num_snapshots == left // 2 // SLOT_BYTES
+    assert 20 * GIB - PAGE_BYTES < sizes.total_bytes <= 20 * GIB
+    pinned = plan(CacheConfig(kv_cache_memory_bytes=20 * GIB, num_snapshots=10))
+    assert pinned.num_snapshots == 10
+    assert pinned.num_usable_pages > sizes.num_usable_pages
+
+
+def test_the_host_tier_stays_within_its_bytes() -> None:
+    sizes = plan(CacheConfig(num_pages=4096, host_cache_bytes=3 * GIB))
+    assert 3 * GIB - PAGE_BYTES < sizes.host_bytes <= 3 * GIB
+    assert sizes.host.num_slots == (3 * GIB - PAGE_BYTES - SLOT_BYTES) // 4 // SLOT_BYTES
+    assert plan(CacheConfig(num_pages=4096)).host_bytes == 0
+
+
+def test_a_host_tier_too_small_for_anything_is_refused() -> None:
+    least = 2 * (PAGE_BYTES + SLOT_BYTES)
+    sizes = plan(CacheConfig(num_pages=4096, host_cache_bytes=least))
+    assert (sizes.host.num_pages, sizes.host.num_slots) == (1, 1)
+    with pytest.raises(ConfigError, match=f"give at least {least}"):
+        plan(CacheConfig(num_pages=4096, host_cache_bytes=least - 1))
 
 
 def test_summary_at_the_mean_is_limited_by_rows() -> None:

@@ -1,4 +1,4 @@
-"""The cache manager: who owns what after each call, and that a refusal leaves nothing behind."""
+"""Who owns what after each call, and that a refusal leaves nothing behind; without prefix cache."""
 
 from __future__ import annotations
 
@@ -7,103 +7,112 @@ import random
 import pytest
 
 from deltaserve.cache.blocks import BlockPool
-from deltaserve.cache.manager import EMPTY_HIT, CacheManager, Hit
-from deltaserve.core.plan import EMPTY_SLOT
+from deltaserve.cache.manager import EMPTY_HIT, CacheManager, Holding
+from deltaserve.core.config import CacheConfig
+from deltaserve.core.plan import EMPTY_SLOT, Cut
 from deltaserve.core.request import Request
-from deltaserve.core.types import SamplingParams
+from deltaserve.core.types import CacheNote, CacheRecord, SamplingParams
 from tests.fakes import make_sizes
 
+OFF = CacheConfig(enable_prefix_caching=False)
 
-def test_a_cold_request_matches_the_empty_prefix() -> None:
-    manager = CacheManager(make_sizes(num_usable_pages=4, num_rows=1))
-    assert manager.match(Request(1, (5, 6), SamplingParams(max_tokens=1))) == EMPTY_HIT
-    assert (EMPTY_HIT.num_tokens, EMPTY_HIT.pages, EMPTY_HIT.slot) == (0, (), EMPTY_SLOT)
+
+def manager_of(num_pages: int, num_rows: int, make_pool: type[BlockPool] = BlockPool) -> CacheManager:
+    return CacheManager(make_sizes(num_pages, num_rows), OFF, make_pool=make_pool)
+
+
+def make_request(request_id: int, num_prompt: int = 1000) -> Request:
+    return Request(request_id, tuple(range(num_prompt)), SamplingParams(max_tokens=1))
+
+
+def opened(manager: CacheManager, request: Request, num_tokens: int, keep_free: int = 0) -> Holding | None:
+    return manager.open(request, manager.match(request), num_tokens, keep_free)
+
+
+def commit(manager: CacheManager, request: Request, boundary: int) -> None:
+    request.num_computed = boundary
+    manager.commit(request, boundary)
+
+
+def test_switched_off_every_request_is_cold() -> None:
+    manager, request = manager_of(4, 1), make_request(1, 2)
+    assert manager.match(request) is EMPTY_HIT
+    assert (EMPTY_HIT.num_tokens, EMPTY_HIT.awaits, EMPTY_HIT.note) == (0, 0, CacheNote.OFF)
+    assert opened(manager, request, 2) is not None
+    assert request.cache_record == CacheRecord(2, 0, 0, 0, CacheNote.OFF)
+    assert request.block_hashes == []
 
 
 def test_life_of_a_holding() -> None:
-    manager = CacheManager(make_sizes(num_usable_pages=4, num_rows=1))
-    holding = manager.reserve(7, 65)
+    manager, request = manager_of(4, 1), make_request(7)
+    holding = opened(manager, request, 65)
     assert holding is not None
     assert (holding.pages, holding.boundary, holding.live_slot, holding.spare_slot) == ([1, 2], 0, EMPTY_SLOT, 1)
-    manager.commit(7, 64)
+    assert manager.cuts(request, 0, 63) == ()
+    assert manager.cuts(request, 0, 65) == (Cut(64, 1),)
+    commit(manager, request, 64)
     assert (holding.boundary, holding.live_slot, holding.spare_slot) == (64, 1, None)
     assert manager.num_free_slots == 1
-    assert manager.reserve(7, 128) is holding
+    assert manager.reserve(request, 128) is holding
     assert (holding.pages, holding.live_slot, holding.spare_slot) == ([1, 2], 1, 2)
-    manager.commit(7, 128)
+    commit(manager, request, 128)
     assert (holding.boundary, holding.live_slot, holding.spare_slot) == (128, 2, None)
-    assert manager.reserve(7, 129) is holding
+    assert manager.reserve(request, 129) is holding
     assert (holding.pages, holding.live_slot, holding.spare_slot) == ([1, 2, 3], 2, 1)
     manager.check()
     assert set(manager.holders) == {7}
-    manager.release(7)
+    manager.release(request)
     manager.check()
     assert (manager.num_free_pages, manager.num_free_slots) == (4, 2)
+    assert manager.take_block_ops() == () and manager.take_events() == ()
 
 
 def test_refused_pages_change_nothing() -> None:
-    manager = CacheManager(make_sizes(num_usable_pages=4, num_rows=1))
-    manager.reserve(1, 128)
-    assert manager.reserve(2, 129) is None
-    assert manager.reserve(1, 257) is None
-    assert manager.reserve(2, 64, keep_free=2) is None
+    manager, one, two = manager_of(4, 1), make_request(1), make_request(2)
+    opened(manager, one, 128)
+    assert opened(manager, two, 129) is None
+    assert manager.reserve(one, 257) is None
+    assert opened(manager, two, 64, keep_free=2) is None
     assert (manager.num_free_pages, manager.num_free_slots) == (2, 1)
     assert set(manager.holders) == {1}
+    assert two.cache_record is None
     manager.check()
-    assert manager.reserve(2, 64, keep_free=1) is not None
+    assert opened(manager, two, 64, keep_free=1) is not None
 
 
 def test_pages_go_back_when_the_slot_is_refused() -> None:
-    manager = CacheManager(make_sizes(num_usable_pages=8, num_rows=1))
-    manager.reserve(1, 1)
-    manager.reserve(2, 1)
+    manager, requests = manager_of(8, 1), [make_request(n) for n in range(3)]
+    opened(manager, requests[0], 1)
+    opened(manager, requests[1], 1)
     assert (manager.num_free_pages, manager.num_free_slots) == (6, 0)
-    assert manager.reserve(3, 200) is None
-    manager.commit(2, 64)
+    assert opened(manager, requests[2], 200) is None
+    commit(manager, requests[1], 64)
     manager.check()
-    assert manager.reserve(2, 200) is None
+    assert manager.reserve(requests[1], 200) is None
     assert manager.num_free_pages == 6
-    assert set(manager.holders) == {1, 2}
+    assert set(manager.holders) == {0, 1}
     manager.check()
-
-
-def test_a_hit_is_shared_and_outlives_its_first_owner() -> None:
-    manager = CacheManager(make_sizes(num_usable_pages=4, num_rows=3))
-    first = manager.reserve(1, 64)
-    assert first is not None
-    manager.commit(1, 64)
-    hit = Hit(num_tokens=64, pages=tuple(first.pages), slot=first.live_slot)
-    second = manager.reserve(2, 130, hit)
-    assert second is not None
-    assert second.pages[0] == first.pages[0]
-    assert (second.boundary, second.live_slot) == (64, first.live_slot)
-    assert second.spare_slot not in (None, first.live_slot)
-    manager.check()
-    manager.release(1)
-    manager.check()
-    assert manager.num_free_pages == 1
-    manager.commit(2, 128)
-    manager.check()
-    manager.release(2)
-    assert (manager.num_free_pages, manager.num_free_slots) == (4, 6)
 
 
 @pytest.mark.parametrize("boundary", [0, 63, 64])
 def test_commit_moves_forward_to_a_boundary(boundary: int) -> None:
-    manager = CacheManager(make_sizes(num_usable_pages=4, num_rows=1))
-    manager.reserve(1, 200)
-    manager.commit(1, 64)
-    manager.reserve(1, 200)
+    manager, request = manager_of(4, 1), make_request(1)
+    opened(manager, request, 200)
+    commit(manager, request, 64)
+    manager.reserve(request, 200)
     with pytest.raises(AssertionError):
-        manager.commit(1, boundary)
+        commit(manager, request, boundary)
 
 
-def test_commit_needs_a_spare_slot() -> None:
-    manager = CacheManager(make_sizes(num_usable_pages=4, num_rows=1))
-    manager.reserve(1, 200)
-    manager.commit(1, 64)
+def test_commit_needs_a_spare_slot_and_accepted_tokens() -> None:
+    manager, request = manager_of(4, 1), make_request(1)
+    opened(manager, request, 200)
+    request.num_computed = 63
     with pytest.raises(AssertionError):
-        manager.commit(1, 128)
+        manager.commit(request, 64)
+    commit(manager, request, 64)
+    with pytest.raises(AssertionError):
+        commit(manager, request, 128)
 
 
 class RandomlyRefusing(BlockPool):
@@ -114,28 +123,30 @@ class RandomlyRefusing(BlockPool):
 
 
 @pytest.mark.parametrize("make_pool", [BlockPool, RandomlyRefusing])
-def test_random_operations(make_pool: type[BlockPool]) -> None:
+def test_random_operations_without_a_prefix_cache(make_pool: type[BlockPool]) -> None:
     rng = random.Random(11)
-    manager = CacheManager(make_sizes(num_usable_pages=12, num_rows=4), make_pool)
+    manager = manager_of(12, 4, make_pool)
     tokens: dict[int, int] = {}
-    for _ in range(5_000):
-        request_id = rng.randint(1, 6)
-        if rng.random() < 0.15 and request_id in tokens:
-            manager.release(request_id)
-            del tokens[request_id]
+    requests = {n: make_request(n) for n in range(1, 7)}
+    for _ in range(3_000):
+        request = rng.choice(list(requests.values()))
+        if rng.random() < 0.15 and request.id in tokens:
+            manager.release(request)
+            del tokens[request.id]
         else:
-            num_tokens = tokens.get(request_id, 0) + rng.randint(1, 100)
+            num_tokens = tokens.get(request.id, 0) + rng.randint(1, 100)
             before = (manager.num_free_pages, manager.num_free_slots)
-            holding = manager.reserve(request_id, num_tokens)
+            is_open = request.id in tokens
+            holding = manager.reserve(request, num_tokens) if is_open else opened(manager, request, num_tokens)
             if holding is None:
                 assert (manager.num_free_pages, manager.num_free_slots) == before
             else:
-                tokens[request_id] = num_tokens
+                tokens[request.id] = num_tokens
                 if num_tokens // 64 * 64 > holding.boundary and rng.random() < 0.7:
-                    manager.commit(request_id, num_tokens // 64 * 64)
+                    commit(manager, request, num_tokens // 64 * 64)
         manager.check()
         assert manager.holders == tokens.keys()
     for request_id in list(tokens):
-        manager.release(request_id)
+        manager.release(requests[request_id])
     manager.check()
     assert (manager.num_free_pages, manager.num_free_slots) == (12, 8)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from deltaserve.cache.layout import PoolSizes
-from deltaserve.cache.storage import CachePools, allocate
+from deltaserve.cache.layout import NO_HOST, HostSizes, PoolSizes
+from deltaserve.cache.storage import CachePools, allocate, allocate_host
 from deltaserve.core.config import CacheSpec
 from deltaserve.model.inputs import CacheTensors
 from tests.fakes import TINY_SPEC, make_sizes
@@ -34,10 +34,12 @@ def test_pools_are_zero_and_weigh_what_the_planner_counted(spec: CacheSpec) -> N
     pools, sizes = pools_of(spec)
     assert pools.pages.nbytes == sizes.pages_bytes
     assert pools.states.nbytes + pools.windows.nbytes + pools.hiddens.nbytes == sizes.slots_bytes
-    rings = (pools.ring_k, pools.ring_u, pools.ring_g, pools.conv_ring)
-    assert sum(ring.nbytes for ring in rings) == sizes.rows_bytes
+    rings = (pools.ring_k, pools.ring_u, pools.ring_g, pools.conv_ring, pools.last_hiddens)
+    assert sum(ring.nbytes for ring in rings if ring is not None) == sizes.rows_bytes
     for field in dataclasses.fields(pools):
         tensor = getattr(pools, field.name)
+        if tensor is None:
+            continue
         assert not tensor.float().any(), field.name
         assert tensor.is_contiguous() and tensor.data_ptr() % 64 == 0, field.name
 
@@ -49,12 +51,36 @@ def test_the_model_takes_the_pools_as_they_are() -> None:
     assert caches.attention_layers[0].shape == (7, 1, 2, 64, 8)
 
 
+@pytest.mark.parametrize("num_drafts", [0, 1, 7])
+def test_rows_keep_a_hidden_for_drafts_only(num_drafts: int) -> None:
+    spec = replace(TINY_SPEC, num_draft_layers=bool(num_drafts), num_drafts=num_drafts)
+    hiddens = pools_of(spec)[0].last_hiddens
+    assert hiddens is None if num_drafts == 0 else hiddens is not None and hiddens.shape == (3, 16)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_host_blocks_are_shaped_and_weigh_as_the_devices(spec: CacheSpec) -> None:
+    pools, _ = pools_of(spec)
+    host = allocate_host(spec, HostSizes(num_pages=3, num_slots=4))
+    assert host is not None and host.pages.nbytes == 4 * spec.page_bytes
+    assert host.states.nbytes + host.windows.nbytes + host.hiddens.nbytes == 5 * spec.slot_bytes
+    for field in dataclasses.fields(host):
+        ours, theirs = getattr(host, field.name), getattr(pools, field.name)
+        assert (ours.shape[1:], ours.dtype) == (theirs.shape[1:], theirs.dtype), field.name
+
+
+def test_no_host_blocks_no_host_pools() -> None:
+    assert allocate_host(TINY_SPEC, NO_HOST) is None
+
+
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_poison_fills_what_it_is_told_and_nothing_else(spec: CacheSpec) -> None:
     pools, _ = pools_of(spec)
     pools.poison(pages=(2, 5), slots=(4,), rows=(1,))
     poisoned = {"pages": {2, 5}, "states": {4}, "windows": {4}, "hiddens": {4}}
     for field in dataclasses.fields(pools):
+        if getattr(pools, field.name) is None:
+            continue
         blocks = getattr(pools, field.name).float().flatten(1)
         expected = poisoned.get(field.name, {1})
         assert {block for block in range(len(blocks)) if blocks[block].isnan().all()} == expected, field.name

@@ -21,8 +21,16 @@ from typing import Any, TypeVar
 import pytest
 
 from deltaserve.core.config import CacheConfig, EngineConfig, SchedulerConfig
-from deltaserve.core.errors import CheckpointError, ConfigError, ContextLengthError, EngineDeadError, RequestError
-from deltaserve.core.types import FinishReason, SamplingParams, TokenChunk
+from deltaserve.core.errors import (
+    CheckpointError,
+    ConfigError,
+    ContextLengthError,
+    EngineDeadError,
+    OverloadedError,
+    RequestError,
+)
+from deltaserve.core.events import BlocksStored, CacheCleared
+from deltaserve.core.types import FinishReason, RequestOptions, SamplingParams, TokenChunk
 from deltaserve.engine import launch
 from deltaserve.engine.client import Client, merge
 from deltaserve.engine.llm import LLM
@@ -86,7 +94,7 @@ async def wait_until(is_so: Callable[[], bool], timeout_s: float = 3.0) -> None:
 async def assert_all_free(client: Client) -> None:
     stats = await client.stats()
     assert (stats.num_running, stats.num_waiting) == (0, 0)
-    assert (stats.num_free_pages, stats.num_free_slots) == (stats.num_pages, stats.num_slots)
+    assert (stats.num_available_pages, stats.num_available_slots) == (stats.num_pages, stats.num_slots)
     assert client.num_open == 0
 
 
@@ -104,7 +112,8 @@ def children_of(process_id: int) -> list[int]:
 
 def test_ready_tells_the_sizes(client: Client, config: EngineConfig) -> None:
     info = client.info
-    assert (info.max_model_len, info.num_pages, info.num_rows, info.num_slots) == (1024, 200, 16, 32)
+    assert (info.max_model_len, info.num_pages, info.num_rows) == (1024, 200, 16)
+    assert info.has_prefix_cache and info.num_slots == 2 * 16 + info.num_snapshots > 32
     assert (info.model_type, info.vocab_size, info.num_ranks) == ("qwen3_5_moe_text", 1024, 1)
     assert len(info.eos_ids) == 2 and len(info.pools) >= 4
     assert sum(info.timings_s.values()) < 60 and info.timings_s.keys() >= {"import", "config", "weights", "pools"}
@@ -263,6 +272,60 @@ def test_what_only_the_engine_refuses_comes_back_as_the_same_error(
     run(refused())
 
 
+def test_the_cache_can_be_seen_steered_and_reset(run: Run[Any], client: Client) -> None:
+    prompt = tuple(range(2, 202))
+
+    async def num_cached(**options: Any) -> int:
+        whole = await collect(client.generate(prompt, GREEDY, options=RequestOptions(**options)))
+        assert whole.cache is not None and whole.cache.num_cached == whole.num_cached
+        return whole.num_cached
+
+    async def steered() -> None:
+        await client.cache_events()
+        assert [await num_cached(cache_salt="one") for _ in range(2)] == [0, 192]
+        assert await num_cached(cache_salt="two") == 0, "salts share nothing"
+        records = [record.cache.num_cached for record in await client.records()]
+        assert records[-3:] == [0, 192, 0]
+        await client.reset_prefix_cache()
+        assert await num_cached(cache_salt="one") == 0
+        events = await client.cache_events()
+        assert [event.sequence for event in events] == list(range(events[0].sequence, events[-1].sequence + 1))
+        kinds = [type(event) for event in events]
+        assert kinds[0] is BlocksStored and CacheCleared in kinds and kinds[-1] is BlocksStored
+        stats = await client.stats()
+        assert stats.cache.num_hit >= 192 and stats.cache.num_looked_up > stats.cache.num_hit
+        await assert_all_free(client)
+
+    run(steered())
+
+
+def test_wrong_options_are_refused_at_the_call(run: Run[Any], client: Client) -> None:
+    async def refused() -> None:
+        for name, value in (("priority", 1 << 40), ("session_id", ""), ("cache_salt", "x" * 2000), ("priority", "1")):
+            with pytest.raises(RequestError, match=name) as caught:
+                client.generate((1, 2), GREEDY, options=RequestOptions(**{name: value}))
+            assert caught.value.param == name
+
+    run(refused())
+
+
+def test_a_full_queue_refuses_and_counts_it(run: Run[Any], config: EngineConfig) -> None:
+    """One row, nobody may wait: the second request is refused, and the one that runs hears nothing of it."""
+
+    async def full() -> None:
+        scheduler = SchedulerConfig(max_num_seqs=1, max_queued=0)
+        async with await Client.start(replace(config, scheduler=scheduler)) as client:
+            async with aclosing(client.generate((1, 2), replace(GREEDY, max_tokens=900))) as chunks:
+                await anext(chunks)
+                with pytest.raises(OverloadedError):
+                    await collect(client.generate((3, 4), GREEDY))
+                assert (await client.stats()).num_refused == 1
+                assert (await anext(chunks)).token_ids
+            assert len(await tokens_of(client, (3, 4))) == 24
+
+    run(full())
+
+
 def test_signals_to_the_engine_are_left_to_its_parent(run: Run[Any], client: Client) -> None:
     async def ignored() -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -340,10 +403,10 @@ def test_an_idle_follower_is_missed_too(run: Run[Any], config: EngineConfig) -> 
         (2, r"^rank 1: ValueError: broken on purpose$"),
     ],
 )
-def test_a_step_that_raises_on_any_rank_ends_the_engine(
+def test_s3_f14_a_step_that_raises_on_any_rank_ends_the_engine(
     run: Run[Any], config: EngineConfig, monkeypatch: pytest.MonkeyPatch, num_ranks: int, sentence: str
 ) -> None:
-    """The last rank raises in its third step."""
+    """Row S3-F14: one rank's failure must not leave an engine that goes on. The last rank raises in its third step."""
 
     def start_broken(config: EngineConfig, directory: Path) -> subprocess.Popen[bytes]:
         return launch.start("tests.engine.broken_engine", launch.EngineJob(config, directory, time.time()))
@@ -397,7 +460,8 @@ def test_shutdown_drains_then_aborts(run: Run[Any], config: EngineConfig) -> Non
         client = await Client.start(config)
         short = asyncio.create_task(collect(client.generate((1,), replace(GREEDY, max_tokens=3))))
         long = asyncio.create_task(collect(client.generate((2,), replace(GREEDY, max_tokens=1000))))
-        await wait_until(lambda: client.num_open == 2)
+        await asyncio.sleep(0)
+        assert client.num_open == 2
         closing = asyncio.create_task(client.shutdown(drain_s=1.0))
         await asyncio.sleep(0)
         with pytest.raises(EngineDeadError, match="shutting down"):

@@ -13,12 +13,13 @@ import pytest
 
 from deltaserve import LLM, EngineConfig, SamplingParams
 from deltaserve.core.errors import CheckpointError, ConfigError, ContextLengthError, EngineDeadError, RequestError
-from deltaserve.core.types import FinishReason, TokenChunk
+from deltaserve.core.types import FinishReason, RequestOptions, TokenChunk
 from deltaserve.engine.build import size_pools
 from deltaserve.engine.settings import engine_config
 from deltaserve.engine.team import Team
 from deltaserve.model.config import ModelConfig
 from deltaserve.model.sizes import parameter_counts
+from deltaserve.runner.runner import ModelRunner
 from tests.fakes import make_sizes
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=1)
@@ -32,7 +33,7 @@ def llm(sample_checkpoint: Path) -> Iterator[LLM]:
 
 def is_all_free(llm: LLM) -> bool:
     stats = llm.engine.stats()
-    return not llm.engine.has_work and stats.num_free_pages == stats.num_pages
+    return not llm.engine.has_work and stats.num_available_pages == stats.num_pages
 
 
 def test_one_prompt_as_text_or_ids_gives_one_completion(llm: LLM) -> None:
@@ -54,6 +55,24 @@ def test_together_is_as_alone_in_the_order_of_the_prompts(llm: LLM) -> None:
     assert llm.generate(prompts, params) == alone
     assert [len(output.token_ids) for output in alone] == [own.max_tokens for own in params]
     assert is_all_free(llm)
+
+
+def test_options_are_one_for_all_or_one_for_each(llm: LLM) -> None:
+    prompt = [3, 1, 4, 1, 5] * 30
+
+    def num_cached(options: RequestOptions | list[RequestOptions] | None) -> list[int]:
+        return [output.num_cached for output in llm.generate([prompt, prompt], GREEDY, options=options)]
+
+    salted = RequestOptions(cache_salt="mine")
+    assert num_cached(salted)[0] == 0 < num_cached(salted)[0]
+    assert num_cached([salted, RequestOptions(cache_salt="other")]) == [128, 0]
+    llm.reset_prefix_cache()
+    (output,) = llm.generate([prompt], GREEDY, options=salted)
+    assert output.num_cached == 0 and output.cache is not None and output.cache.num_prompt == len(prompt)
+    with pytest.raises(RequestError, match="1 prompts but 2 options"):
+        llm.generate([prompt], GREEDY, options=[salted, salted])
+    with pytest.raises(RequestError, match="options must be RequestOptions"):
+        llm.generate([prompt], GREEDY, options={"priority": 1})  # type: ignore[arg-type]
 
 
 def test_no_prompts_give_nothing(llm: LLM) -> None:
@@ -228,6 +247,52 @@ def llm_with_team(patch: pytest.MonkeyPatch, teams: list[Team], directory: Path)
     return LLM(directory, max_model_len=512, num_pages=64, tensor_parallel_size=2)
 
 
+def test_a_host_tier_larger_than_the_free_memory_is_refused(
+    sample_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"max_model_len": 256, "max_num_seqs": 2, "num_pages": 8, "host_cache_bytes": 1 << 24}
+    config, shape = engine_config(sample_checkpoint, settings), ModelConfig.from_directory(sample_checkpoint)
+    roomy = 1 << 30
+    monkeypatch.setattr("deltaserve.engine.build.available_memory_bytes", lambda: roomy)
+    sizes = size_pools(config, shape)
+    assert 0 < sizes.host_bytes <= 1 << 24
+    two = size_pools(replace(config, tensor_parallel_size=2), shape)
+    assert two.host_bytes <= 1 << 23, "the budget is that of all ranks"
+    weights_bytes = 4 * parameter_counts(shape).total
+    monkeypatch.setattr("deltaserve.engine.build.available_memory_bytes", lambda: weights_bytes + (1 << 24))
+    with pytest.raises(ConfigError, match=r"--host-cache-bytes 16777216 .* is more than the host has"):
+        size_pools(config, shape)
+
+
+def test_bytes_that_changed_in_the_cache_end_the_engine(sample_checkpoint: Path) -> None:
+    """In debug mode nothing is answered from a block that is not what was published."""
+    prompt = [2, 7, 1, 8] * 40
+    with LLM(sample_checkpoint, max_model_len=512, num_pages=64, debug_checks=True) as llm:
+        llm.generate([prompt], GREEDY)
+        runner = llm.engine._runner
+        assert isinstance(runner, ModelRunner)
+        runner._pools.pages[1:] += 1
+        with pytest.raises(EngineDeadError, match=r"bytes restored differ from bytes saved: page \d+"):
+            llm.generate([prompt], GREEDY)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_two_ranks_move_their_own_blocks(sample_checkpoint: Path, num_drafts: int) -> None:
+    """Pages for two prompts and few snapshots, seen again and again: hits from both tiers, on both ranks."""
+    prompts = [[n, *range(100 + n, 300 + n)] for n in range(6)] * 2
+    params = replace(GREEDY, max_tokens=8, logprobs=None)
+    with LLM(sample_checkpoint, max_model_len=512, max_num_seqs=4, num_pages=64, enable_prefix_caching=False) as plain:
+        expected = plain.generate(prompts[:6], params)
+    settings = {"num_pages": 9, "num_snapshots": 1, "host_cache_bytes": 1 << 23, "num_drafts": num_drafts}
+    with LLM(
+        sample_checkpoint, max_model_len=512, max_num_seqs=2, tensor_parallel_size=2, debug_checks=True, **settings
+    ) as two:
+        found = two.generate(prompts, params)
+        cache = two.engine.stats().cache
+    assert found == expected * 2
+    assert min(cache.pages_saved, cache.pages_restored, cache.snapshots_restored, cache.num_hit) > 0, cache
+
+
 def test_a_follower_that_cannot_start_ends_the_wait_for_it(sample_checkpoint: Path) -> None:
     config = engine_config(sample_checkpoint, {"tensor_parallel_size": 2})
     lost = replace(config, model=Path("/nonexistent"))
@@ -263,7 +328,8 @@ def test_nobody_imports_what_it_does_not_need(code: str) -> None:
 def test_the_public_surface() -> None:
     import deltaserve
 
-    assert {"LLM", "EngineConfig", "SamplingParams"} <= set(dir(deltaserve))
+    assert {"LLM", "EngineConfig", "SamplingParams", "RequestOptions"} <= set(dir(deltaserve))
+    assert deltaserve.RequestOptions is RequestOptions
     assert deltaserve.EngineConfig is EngineConfig
     with pytest.raises(AttributeError, match="no attribute 'Engine'"):
         _ = deltaserve.Engine  # type: ignore[attr-defined]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 
 import pytest
 
 from deltaserve.cache.manager import CacheManager
 from deltaserve.core.config import SchedulerConfig
-from deltaserve.core.errors import ContextLengthError, EngineDeadError, RequestError
+from deltaserve.core.errors import ContextLengthError, EngineDeadError, OverloadedError, RequestError
+from deltaserve.core.events import CacheCleared
 from deltaserve.core.plan import StepOutput, StepPlan
-from deltaserve.core.types import FinishReason, SamplingParams, TokenChunk
-from deltaserve.engine.info import EngineInfo
-from deltaserve.engine.loop import Engine, Runner
+from deltaserve.core.request import Request
+from deltaserve.core.types import FinishReason, RequestOptions, SamplingParams, TokenChunk
+from deltaserve.engine.info import EngineInfo, RequestRecord
+from deltaserve.engine.loop import NUM_RECORDS, Engine, Runner
 from deltaserve.scheduler.scheduler import Scheduler
 from tests.fakes import FakeRunner, expected_output, make_sizes
 
@@ -42,12 +45,13 @@ def make_engine(
     num_rows: int = 4,
     max_model_len: int = 1024,
     num_ranks: int = 1,
+    max_queued: int | None = None,
     on_close: Callable[[], None] | None = None,
 ) -> Engine:
-    config = SchedulerConfig(max_num_seqs=num_rows, max_num_batched_tokens=128)
-    sizes = make_sizes(num_pages, num_rows, max_model_len)
-    manager = CacheManager(sizes)
-    info = EngineInfo("fake", max_model_len, VOCAB, EOS, num_pages, 2 * num_rows, num_rows, num_ranks)
+    config = SchedulerConfig(max_num_seqs=num_rows, max_num_batched_tokens=128, max_queued=max_queued)
+    sizes = make_sizes(num_pages, num_rows, max_model_len, num_snapshots=4)
+    manager = CacheManager(sizes, debug=True)
+    info = EngineInfo("fake", max_model_len, VOCAB, EOS, num_pages, 2 * num_rows + 4, num_rows, num_ranks)
     scheduler = Scheduler(config, manager, max_model_len)
     runner = wrap(FakeRunner(sizes, config, VOCAB))
     return Engine(scheduler, manager, runner, info, debug_checks=True, on_close=on_close)
@@ -68,7 +72,7 @@ def ids_of(chunks: list[TokenChunk]) -> tuple[int, ...]:
 
 def is_all_free(engine: Engine) -> bool:
     stats = engine.stats()
-    pools = (stats.num_free_pages, stats.num_free_slots) == (stats.num_pages, stats.num_slots)
+    pools = (stats.num_available_pages, stats.num_available_slots) == (stats.num_pages, stats.num_slots)
     return pools and not stats.num_running and not stats.num_waiting
 
 
@@ -87,7 +91,7 @@ def test_requests_get_their_own_tokens_and_everything_is_free_after(num_pages: i
     assert stats.num_requests == 6 and stats.num_output_tokens == 6 * 150
     assert stats.num_prompt_tokens == sum(map(len, prompts.values()))
     if not stats.num_preemptions:
-        assert stats.num_computed_tokens == stats.num_prompt_tokens + 6 * 149
+        assert stats.num_computed_tokens == stats.num_prompt_tokens - stats.num_cached_tokens + 6 * 149
     assert stats.num_steps > 0 and stats.mean_step_s == stats.steps_s / stats.num_steps
 
 
@@ -211,6 +215,103 @@ def test_ctrl_c_in_a_step_ends_that_steps_requests_only(fail_at: int) -> None:
         prompt_ids = (submitted.index(request_id),) * 70
         assert ids_of(chunks[request_id]) == expected_output(prompt_ids, params, frozenset(), VOCAB)
     assert is_all_free(engine)
+
+
+@pytest.mark.parametrize("fail_at", [0, 1, 2])
+def test_what_an_interrupted_step_wrote_is_never_found_again(fail_at: int) -> None:
+    """Two chunks of the prompt, then decoding; nothing of them may be a hit."""
+    engine = make_engine(lambda runner: FailingRunner(runner, fail_at, KeyboardInterrupt()))
+    params = SamplingParams(max_tokens=5, ignore_eos=True, seed=1)
+    prompt_ids = (7,) * 200
+    engine.submit(prompt_ids, params)
+    with pytest.raises(KeyboardInterrupt):
+        drain(engine)
+    assert engine.stats().cache.pages_now == engine.stats().cache.snapshots_now == 0
+    request_id = engine.submit(prompt_ids, params)
+    assert ids_of(drain(engine)[request_id]) == expected_output(prompt_ids, params, frozenset(), VOCAB)
+    assert engine.records[-1].cache.num_cached == 0
+
+
+def test_a_hit_is_counted_recorded_and_gone_after_a_reset() -> None:
+    engine = make_engine()
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    prompt_ids = tuple(range(90)) * 2
+    found = []
+    for is_reset in (False, False, True):
+        if is_reset:
+            engine.reset_prefix_cache()
+        request_id = engine.submit(prompt_ids, params)
+        (first, *rest) = drain(engine)[request_id]
+        assert first.cache is not None and all(chunk.cache is None for chunk in rest)
+        assert engine.records[-1] == RequestRecord(request_id, first.cache)
+        found.append((first.num_cached, first.cache.num_cached, first.cache.num_prompt))
+    assert found == [(0, 0, 180), (128, 128, 180), (0, 0, 180)]
+    stats = engine.stats()
+    assert (stats.num_cached_tokens, stats.num_prompt_tokens) == (128, 3 * 180)
+    assert (stats.cache.num_hit, stats.cache.num_looked_up) == (128, 3 * 180)
+    events = engine.cache_events()
+    assert [type(event) for event in events if isinstance(event, CacheCleared)] == [CacheCleared]
+    assert [event.sequence for event in events] == sorted({event.sequence for event in events})
+    assert engine.cache_events() == ()
+
+
+def test_stats_do_not_change_after_they_were_given() -> None:
+    engine = make_engine()
+    before = engine.stats()
+    copy = deepcopy(before)
+    engine.submit((1,) * 100, SamplingParams(max_tokens=3))
+    drain(engine)
+    assert before == copy != engine.stats()
+
+
+def test_the_ring_of_records_is_bounded() -> None:
+    engine = make_engine()
+    for _ in range(NUM_RECORDS + 10):
+        engine.submit((1,), SamplingParams(max_tokens=1))
+    drain(engine)
+    assert [record.request_id for record in engine.records] == list(range(11, NUM_RECORDS + 11))
+
+
+def test_a_full_queue_changes_nothing_but_its_count() -> None:
+    engine = make_engine(num_rows=1, max_queued=1)
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    accepted = [engine.submit((1,), params)]
+    engine.step()
+    accepted.append(engine.submit((1,), params))
+    for num_refused in (1, 2):
+        with pytest.raises(OverloadedError):
+            engine.submit((1,), params)
+        assert engine.stats().num_refused == num_refused
+    assert drain(engine).keys() == set(accepted)
+    assert engine.stats().num_requests == 2
+
+
+def test_options_and_the_time_of_a_step_reach_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    added: list[RequestOptions] = []
+    elapsed: list[float | None] = []
+    add, update = Scheduler.add, Scheduler.update
+
+    def spy_add(self: Scheduler, request: Request) -> None:
+        added.append(request.options)
+        add(self, request)
+
+    def spy_update(
+        self: Scheduler, plan: StepPlan, output: StepOutput, elapsed_s: float | None = None
+    ) -> list[TokenChunk]:
+        elapsed.append(elapsed_s)
+        return update(self, plan, output, elapsed_s)
+
+    monkeypatch.setattr(Scheduler, "add", spy_add)
+    monkeypatch.setattr(Scheduler, "update", spy_update)
+    engine = make_engine()
+    options = RequestOptions(priority=-2, cache_salt="a", session_id="b", use_drafts=False)
+    engine.submit((1,), SamplingParams(max_tokens=2), options=options)
+    engine.submit((1,), SamplingParams(max_tokens=2))
+    with pytest.raises(RequestError, match="session_id"):
+        engine.submit((1,), SamplingParams(), options=RequestOptions(session_id=""))
+    drain(engine)
+    assert added == [options, RequestOptions()]
+    assert elapsed and all(seconds is not None and seconds > 0 for seconds in elapsed)
 
 
 @pytest.mark.parametrize("moment", ["schedule", "update"])

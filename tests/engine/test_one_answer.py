@@ -1,9 +1,10 @@
 """One answer, whatever the path: the whole engine on a real (random) checkpoint, tokens compared exactly.
 
-The reference is the plainest run there is: one request at a time, its prompt in one chunk. Every other way through
-the engine must give the same tokens: any chunk budget, company in the batch, any order, preemption in the middle. Half
-of the requests are sampled with seeds, so that the sampler is on every path too. Debug mode is on throughout: freed
-rows are filled with NaN and every owner's books are recomputed after each step.
+The reference is the plainest run there is: one request at a time, its prompt in one chunk, no prefix cache. Every
+other way through the engine must give the same tokens: any chunk budget, company in the batch, any order, preemption in
+the middle, hits from the device and from the host, drafts. Half of the requests are sampled with seeds, so that the
+sampler is on every path too. Debug mode is on throughout: freed rows, pages and slots are filled with NaN, what a hit
+borrows must hold the bytes that were published, and every owner's books are recomputed after each step.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def run_together(
         step += 1
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting) == (0, 0)
-    assert stats.num_free_pages == stats.num_pages and stats.num_free_slots == stats.num_slots
+    assert stats.num_available_pages == stats.num_pages and stats.num_available_slots == stats.num_slots
     return outputs
 
 
@@ -74,8 +75,9 @@ def load(checkpoint: Path, **settings: object) -> LLM:
 
 @pytest.fixture(scope="module")
 def whole(sample_checkpoint: Path) -> Iterator[Engine]:
-    """No prompt of these tests is cut here."""
-    with load(sample_checkpoint, max_num_batched_tokens=4096, max_num_seqs=8) as llm:
+    """No prompt of these tests is cut here, and none is a hit."""
+    settings = {"max_num_batched_tokens": 4096, "max_num_seqs": 8, "enable_prefix_caching": False}
+    with load(sample_checkpoint, **settings) as llm:
         yield llm.engine
 
 
@@ -87,6 +89,7 @@ def short_jobs() -> list[Job]:
 @pytest.fixture(scope="module")
 def short_answers(whole: Engine, short_jobs: list[Job]) -> list[list[int]]:
     answers = run_alone(whole, short_jobs)
+    assert whole.stats().cache.num_hit == 0
     assert len({tuple(answer) for answer in answers}) > len(answers) // 2, "the model must not say the same to all"
     return answers
 
@@ -172,3 +175,58 @@ def test_narrow_kv_gives_one_answer_too(sample_checkpoint: Path, long_jobs: list
         ) as llm:
             answers.append(run_together(llm.engine, long_jobs))
     assert answers[0] == answers[1]
+
+
+def turns_of(jobs: Sequence[Job], answers: Sequence[Sequence[int]]) -> list[Job]:
+    """The second turn of each conversation: first prompt, its answer, and a little more."""
+    params = SamplingParams(max_tokens=20, temperature=0.8, seed=3, ignore_eos=True)
+    return [([*ids, *answer, 7, 8, 9], params) for (ids, _), answer in zip(jobs, answers, strict=True)]
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize("budget", [64, 4096])
+def test_hits_change_no_tokens(
+    sample_checkpoint: Path,
+    whole: Engine,
+    long_jobs: list[Job],
+    long_answers: list[list[int]],
+    budget: int,
+    num_drafts: int,
+) -> None:
+    """Each job three times, alone and together, then the next turn of each as a hit on the first."""
+    jobs = turns_of(long_jobs, long_answers)
+    answers = run_alone(whole, jobs)
+    with load(sample_checkpoint, max_num_batched_tokens=budget, max_num_seqs=8, num_drafts=num_drafts) as llm:
+        assert run_alone(llm.engine, long_jobs) == long_answers
+        assert run_together(llm.engine, long_jobs) == long_answers
+        assert run_together(llm.engine, long_jobs[::-1]) == long_answers[::-1]
+        num_hit = llm.engine.stats().cache.num_hit
+        assert num_hit > 2000
+        assert run_together(llm.engine, jobs) == answers
+        assert llm.engine.stats().cache.num_hit > num_hit + 1000
+        llm.reset_prefix_cache()
+        assert run_together(llm.engine, jobs) == answers
+        assert (llm.engine.stats().drafts.num_accepted > 0) == (num_drafts > 0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pools_too_small_for_the_cache_change_no_tokens(
+    sample_checkpoint: Path, whole: Engine, long_jobs: list[Job], long_answers: list[list[int]], seed: int
+) -> None:
+    """Pages and snapshots leave for the host and come back, while requests are preempted."""
+    jobs = [*long_jobs, *turns_of(long_jobs, long_answers)]
+    answers = [*long_answers, *run_alone(whole, jobs[len(long_jobs) :])]
+    settings = {"num_pages": 24, "num_snapshots": 4, "host_cache_bytes": 1 << 25, "max_num_batched_tokens": 192}
+    rng = random.Random(seed)
+    with LLM(
+        sample_checkpoint, debug_checks=True, num_threads=1, max_model_len=1024, max_num_seqs=3, **settings
+    ) as llm:
+        for _ in range(2):
+            order = rng.sample(range(len(jobs)), len(jobs))
+            found = run_together(llm.engine, [jobs[i] for i in order], preempt=rng)
+            assert found == [answers[i] for i in order]
+        stats = llm.engine.stats()
+    assert stats.num_preemptions > 0
+    cache = stats.cache
+    assert min(cache.num_hit, cache.pages_saved, cache.pages_restored, cache.snapshots_saved) > 0, cache
+    assert cache.snapshots_restored > 0, cache

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from deltaserve.core.errors import CheckpointError, ConfigError, RequestError
 from deltaserve.core.types import FinishReason, SamplingParams, TokenChunk
 from deltaserve.engine.text import TextStream
-from deltaserve.engine.tokenizer import Tokenizer, read_eos_ids
+from deltaserve.engine.tokenizer import Tokenizer, read_chat_markers, read_eos_ids
 
 TEXTS = [
     "hello world",
@@ -170,3 +170,12 @@ def test_a_broken_generation_config_is_named(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("[1]")
     with pytest.raises(CheckpointError, match=r"generation_config\.json must hold a JSON object, not list"):
         read_eos_ids(tmp_path)
+
+
+def test_chat_markers_are_the_ids_of_their_texts(sample_checkpoint: Path, tmp_path: Path) -> None:
+    markers, tokenizer = read_chat_markers(sample_checkpoint), Tokenizer(sample_checkpoint)
+    assert markers is not None
+    assert (markers.im_start, markers.im_end) == tuple(map(tokenizer.token_to_id, ("<|im_start|>", "<|im_end|>")))
+    turn = (markers.im_start, *markers.user, *markers.newline, *markers.tool_response)
+    assert list(turn) == tokenizer.encode("<|im_start|>user\n<tool_response>")
+    assert read_chat_markers(tmp_path) is None, "a directory without a tokenizer"

@@ -14,15 +14,17 @@ from torch import Tensor
 
 from deltaserve.core.types import BLOCK
 from deltaserve.model.config import ModelConfig
-from deltaserve.model.inputs import BatchInputs, CacheTensors
-from deltaserve.model.mtp import hiddens_before
+from deltaserve.model.inputs import BatchInputs, CacheTensors, DraftInputs
 from deltaserve.model.qwen3_5 import Qwen3_5
 from deltaserve.ops.rows import ExtendRows, PrefillRows
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One request: `length` tokens computed, its pages, the slot of its latest boundary."""
+    """One request: `length` tokens computed, its pages, the slot of its latest boundary.
+
+    `last` is the hidden of its last token, from the snapshot where it resumes; None before position 0.
+    """
 
     row: int
     length: int = 0
@@ -30,6 +32,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     boundary: int = 0
     snapshots: dict[int, int] = field(default_factory=dict)  # boundary -> slot
+    last: Tensor | None = None
 
     @property
     def num_ring(self) -> int:
@@ -63,7 +66,7 @@ def empty_caches(
         ring_u=pool(rows, gdn, BLOCK, *values, kind=torch.float32),
         ring_g=pool(rows, gdn, BLOCK, values[0], kind=torch.float32),
         conv_ring=pool(rows, gdn, spec.conv_ring_width, spec.conv_channels),
-        hidden_ring=pool(rows, 2 + drafts, spec.hidden_size) if config.num_mtp_layers else None,
+        last_hiddens=pool(rows, spec.hidden_size) if config.num_mtp_layers else None,
     )
     for kept in (caches.pages, caches.states, caches.windows, caches.hiddens):
         kept[0] = 0
@@ -80,6 +83,8 @@ class Driver:
         self.inputs: BatchInputs
         self.hidden: Tensor
         self.sizes: list[tuple[int, int]]
+        self.rows: list[tuple[Sequence, int, Tensor | None]]  # sequence, first position, the hidden before it
+        self.before: Tensor | None = None  # takes the place of the hiddens before each token
 
     def open(self) -> Sequence:
         self.next_row += 1
@@ -91,6 +96,7 @@ class Driver:
         sequence.length = sequence.boundary = boundary
         sequence.slot = other.snapshots[boundary]
         sequence.pages = other.pages[: boundary // BLOCK]
+        sequence.last = self.caches.hiddens[sequence.slot].clone()
         return sequence
 
     @torch.no_grad()
@@ -104,6 +110,7 @@ class Driver:
     ) -> list[Tensor]:
         """Hidden of each row's real tokens, [n, D] a row, in the order given."""
         extend, prefill = extend or [], prefill or []
+        self.rows = [(s, s.length, s.last) for s, _ in extend + prefill]
         width = width or max((len(ids) for _, ids in extend), default=0)
         folds = [self._fold(s) for s, _ in extend if s.num_ring == BLOCK]
         tokens, positions, kv_slots = self._flat(extend, prefill, width)
@@ -113,12 +120,53 @@ class Driver:
         self.inputs = BatchInputs(*as_tensors, extend_rows, prefill_rows, self.caches)
         self.hidden = self.model(self.inputs)
         self.sizes = [(width, len(ids)) for _, ids in extend] + [(len(ids), len(ids)) for _, ids in prefill]
-        return self._by_row(self.hidden)
+        hiddens = self._by_row(self.hidden)
+        for (sequence, _, _), hidden in zip(self.rows, hiddens, strict=True):
+            self.keep(sequence, hidden[-1])
+        return hiddens
+
+    def keep(self, sequence: Sequence, last: Tensor) -> None:
+        """What the runner does once it knows which token of the row was the last accepted one."""
+        sequence.last = last
+        if self.caches.last_hiddens is not None:
+            self.caches.last_hiddens[sequence.row] = last
 
     @torch.no_grad()
     def draft(self) -> list[Tensor]:
-        """The draft head on the latest step's tokens: hidden of each row, as `step` gives it."""
-        return self._by_row(self.model.draft(hiddens_before(self.hidden, self.inputs), self.inputs))
+        """The draft head on the latest step's tokens, each of which guesses: hidden of each row, as `step` gives it."""
+        inputs, contexts, sequences, real = self.inputs, [], [], []
+        first = 0
+        for (sequence, start, _), (padded, count) in zip(self.rows, self.sizes, strict=True):
+            real += range(first, first + count)
+            contexts += range(start + 1, start + count + 1)
+            sequences += [sequence] * count
+            first += padded
+        numbers, none = torch.tensor([sequence.row for sequence in sequences]), torch.empty(0, dtype=torch.int64)
+        starts = torch.tensor(contexts) - 1
+        table = _table(sequences)
+        rows = ExtendRows(
+            1, numbers, numbers, starts, numbers, (1,) * len(real), tuple(contexts), table, none, none, none, ()
+        )
+        tokens = (inputs.token_ids_T, inputs.positions_T, inputs.kv_slots_T)
+        drafted = self.model.draft(DraftInputs(*tokens, self._before(), torch.tensor(real), rows, self.caches))
+        return list(drafted.split([count for _, count in self.sizes]))
+
+    @torch.no_grad()
+    def store(self) -> None:
+        """The draft head's keys and values of the latest step's tokens, and nothing else."""
+        tokens = (self.inputs.token_ids_T, self.inputs.positions_T, self.inputs.kv_slots_T)
+        self.model.draft(DraftInputs(*tokens, self._before(), None, None, self.caches))
+
+    def _before(self) -> Tensor:
+        """[T, D]: the hidden of the position before each token of the latest step."""
+        if self.before is not None:
+            return self.before
+        before = self.hidden.roll(1, dims=0)
+        first = 0
+        for (_, _, last), (padded, _) in zip(self.rows, self.sizes, strict=True):
+            before[first] = 0 if last is None else last
+            first += padded
+        return before
 
     def _by_row(self, hidden: Tensor) -> list[Tensor]:
         parts = hidden.split([padded for padded, _ in self.sizes])

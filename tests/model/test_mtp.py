@@ -74,8 +74,9 @@ def test_rejected_drafts_leave_no_hidden(drafter: tuple[Qwen3_5, Tensor]) -> Non
     while sequence.length < LENGTH:
         right = known[sequence.length :][: min(2, BLOCK - sequence.num_ring % BLOCK)]
         wrong = [(token + 1) % 490 for token in right][: BLOCK - sequence.num_ring % BLOCK - len(right)]
-        run.step(extend=[(sequence, right + wrong), (other, [5])], width=4)
+        hidden = run.step(extend=[(sequence, right + wrong), (other, [5])], width=4)[0]
         sequence.length -= len(wrong)
+        run.keep(sequence, hidden[len(right) - 1])
         drafts.append(run.draft()[0][: len(right)])
     assert (torch.cat(drafts)[1:] - expected).abs().max() <= MAX_ERROR
 
@@ -92,10 +93,23 @@ def test_position_0_is_not_attended(drafter: tuple[Qwen3_5, Tensor]) -> None:
     assert torch.equal(changed[1:], drafts[1:])
 
 
+def test_tokens_that_guess_nothing_store_the_same_keys(drafter: tuple[Qwen3_5, Tensor]) -> None:
+    """Without attention and FFN, and without writing anything but the draft layer."""
+    model, _ = drafter
+    run, other = driver(model), driver(model)
+    for each in (run, other):
+        each.step(prefill=[(each.open(), ids()[:70])])
+    run.draft()
+    other.store()
+    found, expected = (caches.pages.nan_to_num(nan=-1.0) for caches in (other.caches, run.caches))
+    assert torch.equal(found, expected)
+    assert (found[1, -1] != -1).all()
+
+
 def test_a_checkpoint_without_a_head_says_so(tmp_path: Path) -> None:
     tiny.save(tiny.hf_model("next"), tmp_path)
     model = load(tmp_path)
     run = driver(model)
-    (hidden,) = run.step(prefill=[(run.open(), [1, 2, 3])])
+    run.step(prefill=[(run.open(), [1, 2, 3])])
     with pytest.raises(ConfigError, match="no draft head"):
-        model.draft(hidden, run.inputs)
+        run.draft()

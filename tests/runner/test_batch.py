@@ -117,8 +117,13 @@ def check_batch(batch: Batch, plan: StepPlan, story: Story) -> None:
     check_extend(batch, extend, width, story)
     check_prefill(batch, prefill, story)
     assert batch.sampled == tuple(row for row in plan.rows if row.is_last)
-    lasts = [firsts[row.request_id] + len(row.token_ids) - 1 for row in batch.sampled]
-    assert batch.sampled_tokens_N.tolist() == lasts
+    ends = {row.request_id: firsts[row.request_id] + len(row.token_ids) for row in plan.rows}
+    expected = []
+    for row in batch.sampled:
+        num_logits = len(row.token_ids) if row.kind == RowKind.VERIFY else 1
+        expected += range(ends[row.request_id] - num_logits, ends[row.request_id])
+    assert batch.sampled_tokens_N.tolist() == expected
+    assert batch.firsts == tuple(firsts[row.request_id] for row in plan.rows)
     scored = [row for row in plan.rows if row.logits == Logits.ALL]
     assert [(s.row, s.first, s.stop) for s in batch.scored] == [
         (row, firsts[row.request_id], firsts[row.request_id] + len(row.token_ids)) for row in scored

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,11 +10,12 @@ import pytest
 import torch
 
 from deltaserve.cache.layout import plan_pools
-from deltaserve.core.config import CacheConfig, EngineConfig, SchedulerConfig
+from deltaserve.core.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig
 from deltaserve.core.errors import CheckpointError, ConfigError
 from deltaserve.core.plan import Admission, Logits, Row, RowKind, StepPlan
 from deltaserve.core.types import SamplingParams
 from deltaserve.model.config import ModelConfig
+from deltaserve.model.qwen3_5 import Qwen3_5
 from deltaserve.runner.build import cache_spec, load_runner
 from deltaserve.runner.runner import ModelRunner
 
@@ -55,6 +57,27 @@ def test_dummy_weights_need_no_weight_files_and_follow_the_seed(sample_checkpoin
         build(config, tmp_path)
     tokens = [first_token(build(replace(config, load_format="dummy", seed=seed), tmp_path)) for seed in (1, 1, 2, 3, 4)]
     assert tokens[0] == tokens[1] and len(set(tokens)) > 1
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_the_draft_head_is_built_and_its_kv_kept_for_drafts_only(num_drafts: int, sample_checkpoint: Path) -> None:
+    config = replace(config_of(sample_checkpoint), speculative=SpeculativeConfig(num_drafts))
+    spec = cache_spec(config, ModelConfig.from_directory(sample_checkpoint))
+    assert (spec.num_draft_layers, spec.num_drafts) == (bool(num_drafts), num_drafts)
+    runner = build(config, sample_checkpoint)
+    assert isinstance(runner._model, Qwen3_5)
+    assert (runner._model.mtp is None, runner._pools.last_hiddens is None) == (num_drafts == 0,) * 2
+    assert runner._pools.pages.shape[1] == spec.num_attention_layers + bool(num_drafts)
+
+
+def test_drafts_without_a_head_are_refused_naming_what_is_missing(make_checkpoint: Callable[..., Path]) -> None:
+    headless = make_checkpoint(kind="dense", mtp=False)
+    model_config = ModelConfig.from_directory(headless)
+    assert cache_spec(config_of(headless), model_config).num_draft_layers == 0
+    with pytest.raises(
+        CheckpointError, match=r"--speculative-config .* mtp\.fc\.weight, .* mtp\.layers\.0\.\* are missing"
+    ):
+        cache_spec(replace(config_of(headless), speculative=SpeculativeConfig(2)), model_config)
 
 
 @pytest.mark.parametrize(("asked", "expected"), [(1, 1), (2, 2)])

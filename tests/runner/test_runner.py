@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from deltaserve.core.plan import StepPlan
+from deltaserve.core.plan import DUMMY_PAGE, EMPTY_SLOT, OpKind, RowKind, StepPlan
 from deltaserve.core.types import FinishReason, SamplingParams
 from deltaserve.model.inputs import BatchInputs
 from deltaserve.runner.runner import SCORED_PIECE
@@ -202,6 +202,54 @@ def test_other_ranks_make_the_same_calls(sample_checkpoint: Path) -> None:
     assert [name for name, _ in follower_spy.calls] == [name for name, _ in leader_spy.calls]
     for (_, theirs), (_, ours) in zip(follower_spy.calls, leader_spy.calls, strict=True):
         assert torch.equal(theirs, ours)
+
+
+def test_other_ranks_move_the_same_blocks(sample_checkpoint: Path) -> None:
+    """Four prompts, pages for one and a half: what they leave goes to the host and comes back, on both ranks alike."""
+    settings = {"num_pages": 16, "num_snapshots": 1, "host_cache_bytes": 1 << 23}
+    leader, follower = (Loop(sample_checkpoint, 128, num_rows=1, **settings) for _ in range(2))
+    for n in (*range(650, 654), *range(650, 654)):
+        leader.add(prompt_of(n), replace(GREEDY, max_tokens=3))
+        while leader.scheduler.has_work:
+            leader.step()
+            follower.runner.follow(leader.plans[-1].encode())
+    kinds = {op.kind for plan in leader.plans for op in plan.block_ops}
+    assert kinds == set(OpKind)
+    stats = leader.manager.stats
+    assert min(stats.pages_restored, stats.snapshots_restored, stats.pages_saved) > 0
+    ours, theirs = leader.runner._mover, follower.runner._mover
+    for is_slot in (False, True):
+        for pools, others in ((ours._pools, theirs._pools), (ours._host, theirs._host)):
+            assert pools is not None and others is not None
+            for tensor, other in zip(pools.block_fields(is_slot), others.block_fields(is_slot), strict=True):
+                assert torch.equal(tensor.nan_to_num(7.0), other.nan_to_num(7.0))
+
+
+def test_s3_f08_padding_writes_to_nothing_that_anybody_owns(sample_checkpoint: Path) -> None:
+    """Row S3-F08: rows with more and fewer drafts are padded to one width; other pages and slots keep their bytes."""
+    loop = Loop(sample_checkpoint, num_drafts=3, debug=False)
+    for n, num_tokens in ((60, 20), (63, 9), (126, 30), (5, 2), (64, 12)):
+        loop.add(prompt_of(n), replace(DRAWN, max_tokens=num_tokens))
+    pools, owned = loop.runner._pools, loop.runner._builder.pages
+    widths = set()
+    while loop.scheduler.has_work:
+        pages, states = pools.pages.clone(), pools.states.clone()
+        loop.step()
+        rows = loop.plans[-1].rows
+        widths.add(len({len(row.token_ids) for row in rows if row.kind is RowKind.VERIFY}))
+        others = sorted(set(range(len(pages))) - {int(page) for row in rows for page in owned[row.row]} - {DUMMY_PAGE})
+        assert torch.equal(pools.pages[others], pages[others])
+        written = {row.slot_out for row in rows if row.slot_out != row.slot_in}
+        kept = sorted(set(range(len(states))) - written - {cut.slot for row in rows for cut in row.cuts})
+        assert EMPTY_SLOT in kept and torch.equal(pools.states[kept], states[kept])
+    assert max(widths) > 1, "nothing was padded"
+
+
+def test_a_step_without_hits_moves_nothing(sample_checkpoint: Path) -> None:
+    """Outside debug mode a cold request costs no op, with caching on."""
+    loop = Loop(sample_checkpoint, debug=False)
+    answers(loop, [prompt_of(n) for n in (70, 130)], GREEDY)
+    assert all(plan.block_ops == () for plan in loop.plans)
 
 
 def test_prompt_logits_come_in_pieces(sample_checkpoint: Path) -> None:

@@ -6,7 +6,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,65 +14,11 @@ import torch
 from torch import Tensor
 
 from deltaserve.core.errors import LogitsError
-from deltaserve.core.plan import Admission, Logits, Row, RowKind, RowOutput
+from deltaserve.core.plan import Logits, Row, RowKind, RowOutput
 from deltaserve.core.types import SamplingParams
 from deltaserve.ops import sampling
 from deltaserve.runner.sampler import Sampler
-
-VOCAB = 300
-GREEDY = SamplingParams(temperature=0.0, seed=0)
-
-
-def hash_logits(request_id: int, position: int) -> Tensor:
-    """[VOCAB] float32: what a model would give after `position`, for this request alone."""
-    generator = torch.Generator().manual_seed(request_id * 100_003 + position)
-    return torch.randn(VOCAB, generator=generator) * 2
-
-
-@dataclass
-class Client:
-    """One request driven through a sampler, token by token."""
-
-    id: int
-    params: SamplingParams
-    prompt_ids: tuple[int, ...] = (5, 6, 7)
-    stop_ids: tuple[int, ...] = ()
-    row: int = 0
-    outputs: list[RowOutput] = field(default_factory=list)
-
-    @property
-    def output_ids(self) -> tuple[int, ...]:
-        return tuple(output.token_ids[0] for output in self.outputs)
-
-    def admission(self) -> Admission:
-        return Admission(self.id, self.row, self.prompt_ids, self.output_ids, self.params, self.stop_ids)
-
-    def plan_row(self) -> Row:
-        start = len(self.prompt_ids) + len(self.outputs) - 1
-        return Row(self.id, self.row, RowKind.DECODE, start, (0,), 1, (), 1, 1, 0, (), Logits.LAST, True)
-
-    def logits(self) -> Tensor:
-        return hash_logits(self.id, len(self.prompt_ids) + len(self.outputs) - 1)
-
-
-def step(sampler: Sampler, clients: Sequence[Client], logits_NV: Tensor | None = None) -> list[RowOutput]:
-    if logits_NV is None:
-        logits_NV = torch.stack([client.logits() for client in clients])
-    outputs = sampler.sample([client.plan_row() for client in clients], logits_NV)
-    for client, output in zip(clients, outputs, strict=True):
-        assert output.request_id == client.id
-        client.outputs.append(output)
-    return outputs
-
-
-def alone(client: Client, num_tokens: int) -> list[RowOutput]:
-    """What the same request gives with nobody beside it."""
-    twin = replace(client, row=0, outputs=[])
-    sampler = Sampler(1, VOCAB)
-    sampler.admit(twin.admission())
-    for _ in range(num_tokens):
-        step(sampler, [twin])
-    return twin.outputs
+from tests.runner.clients import GREEDY, VOCAB, Client, alone, hash_logits, random_params, step
 
 
 def one(params: SamplingParams, logits: Tensor, **fields: object) -> RowOutput:
@@ -81,22 +27,6 @@ def one(params: SamplingParams, logits: Tensor, **fields: object) -> RowOutput:
     sampler = Sampler(1, VOCAB)
     sampler.admit(client.admission())
     return step(sampler, [client], logits[None].clone())[0]
-
-
-def random_params(rng: random.Random) -> SamplingParams:
-    return SamplingParams(
-        temperature=rng.choice((0.0, 0.3, 1.0, 1.8)),
-        top_k=rng.choice((0, 0, 1, 20, 100)),
-        top_p=rng.choice((1.0, 0.9, 0.3)),
-        min_p=rng.choice((0.0, 0.0, 0.1)),
-        seed=rng.choice((rng.getrandbits(64), -rng.getrandbits(60), 7)),
-        repetition_penalty=rng.choice((1.0, 1.0, 1.3)),
-        presence_penalty=rng.choice((0.0, 0.0, 0.7)),
-        frequency_penalty=rng.choice((0.0, 0.0, 0.4)),
-        logit_bias=rng.choice(({}, {}, {rng.randrange(VOCAB): 6.0})),
-        min_tokens=rng.choice((0, 0, 6)),
-        logprobs=rng.choice((None, None, 0, 3)),
-    )
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -303,7 +233,7 @@ def test_logits_that_are_not_finite_end_that_request_only(params: SamplingParams
     sampler = Sampler(3, VOCAB)
     for client in clients:
         sampler.admit(client.admission())
-    logits = torch.stack([client.logits() for client in clients])
+    logits = torch.cat([client.logits() for client in clients])
     logits[1, 123] = value
     outputs = step(sampler, clients, logits)
     assert outputs[1].token_ids == () and outputs[1].logprobs is None

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from deltaserve.cache.manager import EMPTY_HIT
 from deltaserve.core.plan import Cut, Logits, Row, RowKind, StepPlan
 from deltaserve.core.request import Request
 from deltaserve.core.types import SamplingParams
@@ -168,13 +169,13 @@ def test_nothing_to_do_is_no_plan() -> None:
 
 def test_a_dropped_row_gives_its_tokens_back() -> None:
     harness = Harness(budget=192)
-    holding = harness.manager.reserve(1, 100)
-    assert holding is not None
     request = Request(1, prompt_of(100), SamplingParams(max_tokens=1))
+    holding = harness.manager.open(request, EMPTY_HIT, 100)
+    assert holding is not None
     running = RunningRequest(request, 0, holding, num_scheduled=0, prefill_end=100)
     step = StepInProgress(step_id=0, budget=192, next_ticket=0)
     step.admitted[1] = running.admission()
-    step.add(running, running.prefill_row(100))
+    step.add(running, running.prefill_row(100, harness.manager.cuts(request, 0, 100)))
     assert (step.budget, len(step.rows())) == (92, 1)
     assert step.drop(1)
     assert (step.budget, step.rows(), step.admitted) == (192, (), {})

@@ -12,7 +12,6 @@ from deltaserve.scheduler.policy import (
     choose_decodes,
     choose_victim,
     chunk_end,
-    cut_position,
     finish_reason,
     prefill_turn_budget,
     refuse_impossible,
@@ -63,14 +62,6 @@ def test_chunks_end_on_the_grid_or_at_the_end() -> None:
                 assert end is not None
                 assert start < end <= min(known, start + budget)
                 assert end == known or (end % 64 == 0 and end + 64 > start + budget)
-
-
-@pytest.mark.parametrize(
-    ("start", "end", "cut"),
-    [(0, 1, None), (0, 63, None), (0, 64, 64), (0, 130, 128), (64, 65, None), (64, 128, 128), (128, 130, None)],
-)
-def test_cut_position(start: int, end: int, cut: int | None) -> None:
-    assert cut_position(start, end) == cut
 
 
 def test_prefill_turn_comes_after_patience() -> None:

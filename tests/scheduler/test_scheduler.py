@@ -9,7 +9,7 @@ import pytest
 from deltaserve.cache.manager import Holding
 from deltaserve.core.errors import ContextLengthError
 from deltaserve.core.plan import Logits, RowKind, StepPlan
-from deltaserve.core.request import RequestStatus
+from deltaserve.core.request import Request, RequestStatus
 from deltaserve.core.types import FinishReason, SamplingParams
 from deltaserve.scheduler.policy import PREFILL_PATIENCE
 from tests.fakes import expected_output, expected_prompt_logprobs
@@ -20,13 +20,13 @@ def refuse_once(harness: Harness, request_id: int) -> None:
     """The next reservation of this request is refused."""
     reserve = harness.manager.reserve
 
-    def refuse(reserving_id: int, *args: int, **kwargs: int) -> Holding | None:
-        if reserving_id != request_id:
-            return reserve(reserving_id, *args, **kwargs)  # type: ignore[arg-type]
+    def refuse(request: Request, num_tokens: int) -> Holding | None:
+        if request.id != request_id:
+            return reserve(request, num_tokens)
         harness.manager.reserve = reserve  # type: ignore[method-assign]
         return None
 
-    harness.manager.reserve = refuse  # type: ignore[method-assign, assignment]
+    harness.manager.reserve = refuse  # type: ignore[method-assign]
 
 
 def kinds(plan: StepPlan | None) -> list[tuple[int, str]]:
@@ -151,10 +151,10 @@ def test_abort_while_the_plan_is_out_frees_when_it_is_back(num_steps: int) -> No
     told = len(harness.chunks[gone])
 
     def meanwhile() -> None:
-        free = harness.manager.num_free_pages
+        free = harness.manager.num_available_pages
         assert harness.abort(gone)
         assert not harness.abort(gone)
-        assert harness.manager.num_free_pages == free
+        assert harness.manager.num_available_pages == free
         assert harness.requests[gone].status is RequestStatus.FINISHED
 
     harness.step(meanwhile)
@@ -267,7 +267,7 @@ def test_a_victim_already_in_the_plan_is_taken_out_of_it() -> None:
 def test_a_newcomer_dropped_in_the_step_that_admits_it_was_never_there() -> None:
     """A prefill turn admits it ahead of the decode rows, one of which then is refused and makes it give way."""
     harness = Harness(num_rows=4, budget=66)
-    old = [harness.submit(1, max_tokens=50) for _ in range(3)]
+    old = [harness.submit(num_prompt, max_tokens=50) for num_prompt in (61, 1, 1)]  # the first needs a page then
     harness.step()
     young = harness.submit(100, max_tokens=5)
     for _ in range(PREFILL_PATIENCE):
@@ -360,10 +360,7 @@ def test_prompt_logprobs_survive_preemption_and_are_not_repeated(num_steps: int)
     request_id = harness.submit(200, 20, prompt_logprobs=1)
     for _ in range(num_steps):
         harness.step()
-    reserve = harness.manager.reserve
-    harness.manager.reserve = lambda *args, **kwargs: None  # type: ignore[method-assign]
-    assert harness.step() is None
-    harness.manager.reserve = reserve  # type: ignore[method-assign]
+    assert harness.scheduler.preempt(request_id)
     assert harness.requests[request_id].num_preemptions == 1
     had_output = bool(harness.requests[request_id].output_ids)
     num_before = len(harness.runner.steps)

@@ -14,10 +14,18 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
-from deltaserve.core.errors import EngineDeadError
-from deltaserve.core.types import FinishReason, SamplingParams, TokenChunk, TokenLogprob
+from deltaserve.core.errors import DeltaserveError, EngineDeadError
+from deltaserve.core.types import (
+    CacheNote,
+    CacheRecord,
+    FinishReason,
+    RequestOptions,
+    SamplingParams,
+    TokenChunk,
+    TokenLogprob,
+)
 from deltaserve.engine.admission import Limits, admit
-from deltaserve.engine.info import EngineStats
+from deltaserve.engine.info import EngineStats, RequestRecord
 from deltaserve.engine.tokenizer import Tokenizer
 
 MAX_MODEL_LEN = 512
@@ -36,27 +44,47 @@ class FakeClient:
     tokenizer: Tokenizer
     vocab_size: int
     reply: Callable[[int], str] = lambda k: f"Answer {k}."
+    reply_ids: tuple[int, ...] | None = None  # instead of a text
     error_after: int | None = None  # tokens before the engine gives up on a request
     stall_after: int | None = None  # tokens before it says nothing more
-    num_cached: int = 0
+    num_cached: int = 0  # in every chunk, as the scheduler says it
+    refusal: DeltaserveError | None = None  # of every request, once its first chunk is asked for
+    figures: dict[str, Any] = field(default_factory=dict)  # more of the stats
     is_alive: bool = True
     requests: list[tuple[tuple[int, ...], SamplingParams]] = field(default_factory=list)
+    options: list[RequestOptions] = field(default_factory=list)
+    num_resets: int = 0
     num_running: int = 0
     num_aborted: int = 0
 
-    def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
+    def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, options: RequestOptions
+    ) -> AsyncGenerator[TokenChunk, None]:
         self._refuse_if_dead()
         params = admit(prompt_ids, params, Limits(MAX_MODEL_LEN, self.vocab_size))
         self.requests.append((tuple(prompt_ids), params))
+        self.options.append(options)
         return self._stream(len(self.requests) - 1, tuple(prompt_ids), params)
 
     async def stats(self) -> EngineStats:
         self._refuse_if_dead()
-        return EngineStats(self.num_running, 0, 90, 100, 7, 8, 3, len(self.requests), 5, 0, 40, 60, 20, 0.5)
+        fixed = (90, 100, 7, 8, 3, len(self.requests), 5, 0, 40, 60, 20, 0.5)
+        return EngineStats(self.num_running, 0, *fixed, **{"num_available_pages": 95, **self.figures})
+
+    async def records(self) -> list[RequestRecord]:
+        self._refuse_if_dead()
+        record = CacheRecord(100, self.num_cached, 128, 0, CacheNote.NO_SNAPSHOT)
+        return [RequestRecord(k, record) for k in range(len(self.requests))]
+
+    async def reset_prefix_cache(self) -> None:
+        self._refuse_if_dead()
+        self.num_resets += 1
 
     async def _stream(
         self, k: int, prompt_ids: tuple[int, ...], params: SamplingParams
     ) -> AsyncGenerator[TokenChunk, None]:
+        if self.refusal is not None:
+            raise self.refusal
         self.num_running += 1
         is_done = False
         try:
@@ -81,20 +109,21 @@ class FakeClient:
             raise EngineDeadError("the engine process exited with code 9")
 
     def _chunks(self, k: int, prompt_ids: tuple[int, ...], params: SamplingParams) -> list[TokenChunk]:
-        ids = [*self.tokenizer.encode(self.reply(k)), self.tokenizer.eos_ids[0]][: params.max_tokens]
+        reply = self.tokenizer.encode(self.reply(k)) if self.reply_ids is None else self.reply_ids
+        ids = [*reply, self.tokenizer.eos_ids[0]][: params.max_tokens]
         chunks = [self._chunk(token_id, params) for token_id in ids]
         reason = FinishReason.STOP if ids[-1] in self.tokenizer.eos_ids else FinishReason.LENGTH
         if self.error_after is not None:
             chunks[self.error_after :] = [TokenChunk(k, finish_reason=FinishReason.ERROR, error="no page was free")]
         else:
             stop_id = ids[-1] if reason is FinishReason.STOP else None
-            chunks[-1] = TokenChunk(k, (ids[-1],), chunks[-1].logprobs, None, reason, stop_id)
+            chunks[-1] = TokenChunk(k, (ids[-1],), chunks[-1].logprobs, None, reason, stop_id, self.num_cached)
         chunks[0] = self._with_prompt(chunks[0], prompt_ids, params)
         return chunks
 
     def _chunk(self, token_id: int, params: SamplingParams) -> TokenChunk:
         logprobs = None if params.logprobs is None else (fake_logprob(token_id, params.logprobs),)
-        return TokenChunk(0, (token_id,), logprobs)
+        return TokenChunk(0, (token_id,), logprobs, num_cached=self.num_cached)
 
     def _with_prompt(self, chunk: TokenChunk, prompt_ids: tuple[int, ...], params: SamplingParams) -> TokenChunk:
         count = params.prompt_logprobs
@@ -107,7 +136,7 @@ class FakeClient:
             chunk.finish_reason,
             chunk.stop_token_id,
             self.num_cached,
-            chunk.error,
+            error=chunk.error,
         )
 
 

@@ -89,7 +89,7 @@ def test_metrics_count_requests_and_show_the_engine(http: Http, engine: FakeClie
     assert value("time_to_first_token_seconds_count") == 3
     assert value("inter_token_latency_seconds_count") == 2
     assert value("e2e_request_latency_seconds_count") == 3
-    assert value("kv_cache_usage_perc") == pytest.approx(0.1)
+    assert value("kv_cache_usage_perc") == pytest.approx(0.05), "pages that may be dropped are not in use"
     assert value("num_requests_running") == 0
     assert value("num_preemptions_total") == 3
     engine.is_alive = False

@@ -122,3 +122,21 @@ def test_prompt_logprobs_and_ids_stand_in_each_choice(http: Http, engine: FakeCl
     assert choice["prompt_logprobs"][0] is None
     assert [list(entry) for entry in choice["prompt_logprobs"][1:]] == [[str(i)] for i in ids[1:]]
     assert engine.tokenizer.decode(choice["token_ids"]) == choice["text"]
+
+
+@pytest.mark.parametrize("bad_id", [1024, -1, 1 << 40])
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_s3_f12_an_id_without_a_token_does_not_stop_the_server(
+    http: Http, engine: FakeClient, bad_id: int, is_stream: bool
+) -> None:
+    """Row S3-F12: an id outside the vocabulary has no text; its logprobs carry a placeholder."""
+    engine.reply_ids = (5, bad_id, 6)
+    body = {"prompt": "a", "logprobs": 2, "temperature": 0}
+    if is_stream:
+        choices = [event["choices"][0] for event in http.events(PATH, body)]
+    else:
+        choices = http.post(PATH, body).json()["choices"]
+    tokens = [token for choice in choices for token in (choice["logprobs"] or {}).get("tokens", [])]
+    assert len(tokens) == 4 and all(isinstance(token, str) for token in tokens)
+    assert choices[-1]["finish_reason"] == "stop"
+    assert http.get("/health").status_code == 200

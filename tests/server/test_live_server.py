@@ -35,6 +35,7 @@ HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 class Live:
     process: subprocess.Popen[Any]
     url: str
+    banner: tuple[str, ...] = ()
 
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
@@ -68,7 +69,7 @@ def running(directory: Path, *flags: str) -> Iterator[Live]:
     reader.start()
     try:
         assert url is not None, "".join(lines)
-        yield Live(process, url[1])
+        yield Live(process, url[1], tuple(lines))
     finally:
         process.kill()
         process.wait()
@@ -138,6 +139,26 @@ def test_logprobs(live: Live) -> None:
         assert all(value is not None and value <= 0 for value in old.token_logprobs[1:])
 
 
+def test_cached_prompts_are_counted_salted_and_forgotten(live: Live) -> None:
+    prompt = "Once upon a time there was a fox. " * 12
+
+    def num_cached(**fields: Any) -> int:
+        with live.client() as client:
+            usage = client.completions.create(model="tiny", prompt=prompt, max_tokens=2, extra_body=fields).usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        return usage.prompt_tokens_details.cached_tokens or 0
+
+    salt = {"cache_salt": "fox"}
+    assert [num_cached(**salt) == 0, num_cached(**salt) >= 64, num_cached(cache_salt="hen") == 0] == [True] * 3
+    records = httpx.get(f"{live.url}/debug/requests").json()["requests"]
+    assert [record["cached_tokens"] > 0 for record in records[-3:]] == [False, True, False]
+    assert httpx.post(f"{live.url}/reset_prefix_cache").status_code == 200
+    assert num_cached(**salt, session_id="s", priority=1, speculative=False) == 0
+    metrics = httpx.get(f"{live.url}/metrics").text
+    assert float(re.search(r"deltaserve_prefix_cache_hits_total\S+ (\S+)", metrics)[1]) >= 64  # type: ignore[index]
+
+
 def test_stop_strings_cut_the_text(live: Live) -> None:
     with live.client() as client:
         arguments: Any = {"model": "tiny", "prompt": "Once", "temperature": 0, "max_tokens": 24}
@@ -204,7 +225,7 @@ def test_clients_that_leave_give_everything_back(live: Live) -> None:
         assert time.monotonic() < deadline_s, stats
         time.sleep(0.05)
     assert stats["num_requests"] > before["num_requests"]
-    assert (stats["num_free_pages"], stats["num_free_slots"]) == (stats["num_pages"], stats["num_slots"])
+    assert (stats["num_available_pages"], stats["num_available_slots"]) == (stats["num_pages"], stats["num_slots"])
     assert stats["num_pages"] == 64
 
 
@@ -232,6 +253,34 @@ def test_sigterm_aborts_after_the_deadline(sample_checkpoint: Path) -> None:
             rest = [line for line in lines if line]
         assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
         assert live.process.wait(10) == 0
+
+
+def test_a_small_queue_a_host_tier_and_synthetic_drafts(sample_checkpoint: Path) -> None:
+    """The flags together: what they announce, and that one waiting request more is refused."""
+    drafts = {
+        "method": "mtp",
+        "num_speculative_tokens": 3,
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_length": 2.5,
+    }
+    flags = ("--max-num-seqs", "1", "--max-queued-requests", "0", "--host-cache-bytes", "16M", "--num-snapshots", "3")
+    body = {"prompt": "Once", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    with running(sample_checkpoint, *flags, "--speculative-config", json.dumps(drafts)) as live:
+        assert any(re.search(r"^drafts +up to 3 a step, SYNTHETIC acceptance of 2.5", line) for line in live.banner)
+        assert any(re.search(r"^prefix cache +3 snapshots; on the host \d+ more", line) for line in live.banner)
+        assert httpx.get(f"{live.url}/v1/models").json()["data"][0]["synthetic_acceptance_length"] == 2.5
+        with httpx.stream("POST", f"{live.url}/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: {")
+            refused = httpx.post(f"{live.url}/v1/completions", json={"prompt": "Once", "max_tokens": 1})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
+            assert "retry-after" in refused.headers
+            stats = live.stats()
+        assert stats["num_refused"] == 1
+        assert stats["drafts"]["num_verified"] > 0
+        metrics = httpx.get(f"{live.url}/metrics").text
+        assert "deltaserve_synthetic_acceptance_length" in metrics
+        assert re.search(r"spec_decode_num_accepted_tokens_per_pos_total\S*position=\"2\"", metrics)
 
 
 def test_a_dead_engine_ends_the_server(sample_checkpoint: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from deltaserve.core.config import SpeculativeConfig
 from deltaserve.core.errors import ConfigError
 from deltaserve.server.settings import Settings, make_settings, parse_size, read_config
 
@@ -91,6 +92,18 @@ ARRIVALS: list[tuple[str, Any, str, Any]] = [
     ("memory_utilization", 0.5, "cache.memory_utilization", 0.5),
     ("max_num_seqs", 3, "scheduler.max_num_seqs", 3),
     ("max_num_batched_tokens", 128, "scheduler.max_num_batched_tokens", 128),
+    ("enable_prefix_caching", False, "cache.enable_prefix_caching", False),
+    ("num_snapshots", 7, "cache.num_snapshots", 7),
+    ("snapshot_memory_share", 0.5, "cache.snapshot_memory_share", 0.5),
+    ("retained_turns", 1, "cache.retained_turns", 1),
+    ("snapshot_interval", "1K", "cache.snapshot_interval", 1024),
+    ("host_cache_bytes", "4G", "cache.host_cache_bytes", 4 << 30),
+    ("max_queued_requests", 0, "scheduler.max_queued", 0),
+    ("long_prefill_share", 0.25, "scheduler.long_prefill_share", 0.25),
+    ("long_prefill_min_tokens", "8K", "scheduler.long_prefill_min_tokens", 8192),
+    ("no_eviction", True, "scheduler.no_eviction", True),
+    ("speculative_config", '{"method": "mtp", "num_speculative_tokens": 2}', "speculative.num_drafts", 2),
+    ("speculative_config", {"method": "mtp", "num_speculative_tokens": 2}, "speculative", SpeculativeConfig(2)),
 ]
 
 
@@ -129,6 +142,16 @@ def test_every_flag_is_the_engines_or_the_servers() -> None:
         {"max_model_len": 0},
         {"max_model_len": "long"},
         {"tensor_parallel_size": 0},
+        {"num_snapshots": -1},
+        {"snapshot_memory_share": 1.0},
+        {"retained_turns": -1},
+        {"snapshot_interval": 100},
+        {"host_cache_bytes": "4X"},
+        {"host_cache_bytes": 1, "enable_prefix_caching": False},
+        {"max_queued_requests": -1},
+        {"long_prefill_share": 0.0},
+        {"long_prefill_min_tokens": 0},
+        {"speculative_config": "mtp"},
     ],
     ids=str,
 )

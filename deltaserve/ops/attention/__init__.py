@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deltaserve.ops.attention import reference
+from deltaserve.ops.attention import native, reference
+from deltaserve.ops.attention.native import Mixer, MixerWeights
 from deltaserve.ops.dispatch import choose
 from deltaserve.ops.rows import ExtendRows, PrefillRows
 
-IMPLEMENTATIONS = {"reference": reference}
+__all__ = ["Mixer", "MixerWeights", "extend", "mix", "prefill", "write"]
+
+IMPLEMENTATIONS = {"reference": reference, "native": native}
 
 
 def write(k_TGD: Tensor, v_TGD: Tensor, pages: Tensor, kv_slots_T: Tensor, force: str | None = None) -> None:
@@ -43,3 +46,22 @@ def extend(
     A token beyond num_new of its row gets a finite output that means nothing.
     """
     return choose(IMPLEMENTATIONS, q_THD, force).extend(q_THD, pages, rows, scale, first_key)
+
+
+def mix(
+    mixer: Mixer,
+    x_TD: Tensor,
+    residual_TD: Tensor | None,
+    scale_D: Tensor,
+    pages: Tensor,
+    kv_slots_T: Tensor,
+    cos_sin: tuple[Tensor, Tensor],
+    extend: ExtendRows | None,
+    prefill: PrefillRows | None,
+) -> tuple[Tensor, Tensor]:
+    """Norm and a whole layer by its prepared weights: (mixer(norm(x + residual)), x + residual), all [T, D].
+
+    A residual of None is zero. The first output lacks the sum over ranks. Extend rows' tokens come first. Writes keys and
+    values at kv_slots.
+    """
+    return mixer(x_TD, residual_TD, scale_D, pages, kv_slots_T, cos_sin, extend, prefill)

@@ -29,10 +29,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from deltaserve.ops.dispatch import choose
-from deltaserve.ops.gdn import reference
+from deltaserve.ops.gdn import native, reference
+from deltaserve.ops.gdn.native import Mixer, MixerWeights, Pool
 from deltaserve.ops.rows import ExtendRows, PrefillRows
 
-IMPLEMENTATIONS = {"reference": reference}
+__all__ = ["Mixer", "MixerWeights", "extend", "fold", "gates", "mix", "normalize", "prefill"]
+
+IMPLEMENTATIONS = {"reference": reference, "native": native}
 
 
 def gates(
@@ -99,4 +102,21 @@ def fold(
     All layers at once: states [S, LG, H, K, V], ring_k [R, LG, 64, J, K], ring_u [R, LG, 64, H, V],
     ring_g [R, LG, 64, H]. Returns at once where no row folds.
     """
-    choose(IMPLEMENTATIONS, states, force).fold(states, ring_k, ring_u, ring_g, rows)
+    choose(IMPLEMENTATIONS, ring_k, force).fold(states, ring_k, ring_u, ring_g, rows)
+
+
+def mix(
+    mixer: Mixer,
+    x_TD: Tensor,
+    residual_TD: Tensor | None,
+    scale_D: Tensor,
+    pool: Pool,
+    extend: ExtendRows | None,
+    prefill: PrefillRows | None,
+) -> tuple[Tensor, Tensor]:
+    """Norm and a whole layer by its prepared weights: (mixer(norm(x + residual)), x + residual), all [T, D].
+
+    A residual of None is zero. The first output lacks the sum over ranks. Extend rows' tokens come first. Reads and
+    writes the pool as convolution and recurrence do (`ops.conv` and above).
+    """
+    return mixer(x_TD, residual_TD, scale_D, pool, extend, prefill)

@@ -12,14 +12,17 @@ from torch import Tensor
 
 from deltaserve.ops.dispatch import choose
 from deltaserve.ops.linear import reference
-from deltaserve.ops.linear.packed import Product, pack, swap
+from deltaserve.ops.linear.native import Packed
+from deltaserve.ops.linear.packed import Product, is_for_kernels, pack, swap
 
 __all__ = [
+    "Packed",
     "Product",
     "dequantize_fp8_block",
     "dequantize_fp8_channel",
     "dequantize_fp8_tensor",
     "dequantize_nvfp4",
+    "is_for_kernels",
     "linear",
     "pack",
     "silu_mul",

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from deltaserve.ops.dispatch import choose
 from deltaserve.ops.moe import reference
+from deltaserve.ops.moe.native import ExpertWeights, FeedForward
+
+__all__ = ["ExpertWeights", "FeedForward", "experts", "feed_forward", "route"]
 
 IMPLEMENTATIONS = {"reference": reference}
 
@@ -37,3 +40,14 @@ def experts(
     """
     implementation = choose(IMPLEMENTATIONS, x_TD, force)
     return implementation.experts(x_TD, weights_Tk, experts_Tk, gate_up_E2FD, down_EDF)
+
+
+def feed_forward(
+    ffn: FeedForward, x_TD: Tensor, residual_TD: Tensor | None, scale_D: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Norm and FFN by its prepared weights: (ffn(norm(x + residual)), x + residual), all [T, D].
+
+    The FFN is routing, experts and the shared expert, or a dense SwiGLU. A residual of None is zero, a scale of None
+    leaves the norm out. The first output lacks the sum over ranks.
+    """
+    return ffn(x_TD, residual_TD, scale_D, eps)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from deltaserve.ops.dispatch import choose
-from deltaserve.ops.norm import reference
+from deltaserve.ops.norm import native, reference
 
-IMPLEMENTATIONS = {"reference": reference}
+IMPLEMENTATIONS = {"reference": reference, "native": native}
 
 
 def rms_norm(x: Tensor, scale: Tensor, eps: float, force: str | None = None) -> Tensor:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from deltaserve.ops.dispatch import choose
-from deltaserve.ops.rope import reference
+from deltaserve.ops.rope import native, reference
 
-IMPLEMENTATIONS = {"reference": reference}
+IMPLEMENTATIONS = {"reference": reference, "native": native}
 
 
 def cos_sin(positions_T: Tensor, rotary_dim: int, theta: float, force: str | None = None) -> tuple[Tensor, Tensor]:

@@ -66,9 +66,11 @@ export class AnswerView {
   figures(usage) {
     if (!usage || this.firstMs === undefined) return [];
     const { completion_tokens: count, prompt_tokens: prompt } = usage;
+    const cached = usage.prompt_tokens_details?.cached_tokens;
     const rate = (count - 1) / Math.max((performance.now() - this.firstMs) / 1000, 0.001);
     const first = seconds(this.firstMs - this.startedMs);
-    return [`${prompt} + ${count} tokens`, `first after ${first}`, `${rate.toFixed(1)} tokens/s`];
+    const known = cached ? ` (${cached} cached)` : "";
+    return [`${prompt}${known} + ${count} tokens`, `first after ${first}`, `${rate.toFixed(1)} tokens/s`];
   }
 
   fail(error) {

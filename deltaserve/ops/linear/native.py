@@ -1,0 +1,57 @@
+"""Products with weights laid out for the C kernels: see `struct matrix` in ops/native/kernels.h.
+
+A weight whose float32 values are all bfloat16 values (as those of bfloat16 checkpoints are) is kept in bfloat16 and
+widened in registers: the same arithmetic, half the reads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from deltaserve.ops import native
+from deltaserve.ops.native.structs import KINDS, Matrix
+
+BLOCK = 64  # outputs side by side
+LANES = 16  # outputs are padded to whole vectors
+
+
+class Packed:
+    """A weight [outs, ins], or a stack of them, as the kernels read it. Calling it gives x W^T (of the first)."""
+
+    __slots__ = ("_argument", "_function", "data", "matrix")
+
+    def __init__(self, weights: Tensor) -> None:
+        """[O, I] or [E, O, I] float32 on the CPU; copied."""
+        stack = weights if weights.ndim == 3 else weights.unsqueeze(0)
+        dtype = torch.bfloat16 if is_exact(stack, torch.bfloat16) else torch.float32
+        self.data = torch.stack([_lay_out(weight.to(dtype)) for weight in stack])
+        self.matrix = Matrix(self.data.data_ptr(), stack.shape[1], stack.shape[2], KINDS[dtype])
+        self._argument = ctypes.byref(self.matrix)
+        self._function = native.function("linear")
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """[T, I] float32 -> [T, O]."""
+        x_TI = x_TI.contiguous()
+        num_rows = x_TI.shape[0]
+        y_TO = x_TI.new_empty(num_rows, self.matrix.outs)
+        if self._function(self._argument, num_rows, x_TI.data_ptr(), y_TO.data_ptr(), torch.get_num_threads()):
+            raise MemoryError("no memory for a product's scratch")
+        return y_TO
+
+
+def is_exact(weight: Tensor, dtype: torch.dtype) -> bool:
+    """True where no value of the weight changes when it is stored as `dtype`."""
+    return all(bool((part.to(dtype).float() == part).all()) for part in weight)
+
+
+def _lay_out(weight_OI: Tensor) -> Tensor:
+    """One matrix in the order of the kernels, flat."""
+    num_inputs = weight_OI.shape[1]
+    step = 2 if weight_OI.dtype == torch.bfloat16 else 1
+    padding = (0, -num_inputs % step, 0, -weight_OI.shape[0] % LANES)
+    padded = torch.nn.functional.pad(weight_OI, padding)
+    blocks = [rows.unflatten(1, (-1, step)).transpose(0, 1).flatten() for rows in padded.split(BLOCK)]
+    return torch.cat(blocks)

@@ -1,0 +1,87 @@
+/* Products with a weight, and what is done to single rows: norms and rotary angles. */
+#include "kernels.h"
+
+void linear_item(const void *argument, long item, float *scratch) {
+    const struct linear *l = argument;
+    long block = item % num_blocks(l->w), first = item / num_blocks(l->w) * ROWS_PER_ITEM;
+    long rows = min_of(ROWS_PER_ITEM, l->M - first), width = min_of(GRID, l->w->outs - block * GRID);
+    const float *x = l->x + first * l->xm;
+    float *y = l->y + first * l->ym + block * GRID;
+    if (width % LANES == 0) {
+        block_product(l->w, block, rows, x, l->xm, y, l->ym, scratch);
+        return;
+    }
+    float *whole = scratch + block_scratch(l->w);
+    block_product(l->w, block, rows, x, l->xm, whole, GRID, scratch);
+    for (long m = 0; m < rows; m++) memcpy(y + m * l->ym, whole + m * GRID, (size_t)width * sizeof(float));
+}
+
+struct linear_work {
+    struct linear linear;
+    float *scratch;
+};
+
+static void linear_body(const void *argument, struct team *team, long thread) {
+    const struct linear_work *work = argument;
+    float *scratch = work->scratch + thread * linear_scratch(work->linear.w);
+    share(team, 0, linear_items(&work->linear), linear_item, &work->linear, scratch);
+}
+
+/* y [M, outs] = x [M, ins] w^T. */
+int deltaserve_linear(const struct matrix *w, long M, const float *x, float *y, long num_threads) {
+    struct linear_work work = {{w, M, x, w->ins, y, w->outs}, reserve(num_threads * linear_scratch(w))};
+    if (!work.scratch) return 1;
+    run(num_threads, linear_body, &work);
+    return 0;
+}
+
+void norm_row(const float *x, const float *scale, float eps, long D, float *y) {
+    vec sums = {0};
+    long d = 0;
+    for (; d + LANES <= D; d += LANES) sums += load(x + d) * load(x + d);
+    vec rest = load_part(x + d, D - d);
+    sums += rest * rest;
+    float factor = 1.0f / sqrtf(sum_of(sums) / (float)D + eps);
+    for (d = 0; d + LANES <= D; d += LANES) store(y + d, load(x + d) * factor * load(scale + d));
+    for (; d < D; d++) y[d] = x[d] * factor * scale[d];
+}
+
+void entry_item(const void *argument, long item, float *scratch) {
+    const struct entry *e = argument;
+    long D = e->D;
+    (void)scratch;
+    for (long t = item * NORM_ROWS; t < min_of(e->T, (item + 1) * NORM_ROWS); t++) {
+        const float *x = e->x + t * D;
+        if (e->residual) {
+            float *total = e->total + t * D;
+            for (long d = 0; d < D; d++) total[d] = x[d] + e->residual[t * D + d];
+            x = total;
+        }
+        norm_row(x, e->scale, e->eps, D, e->normed + t * D);
+    }
+}
+
+static void norm_body(const void *entry, struct team *team, long thread) {
+    (void)thread;
+    share(team, 0, entry_items(entry), entry_item, entry, NULL);
+}
+
+/* y [T, D] = norm(x), or with a residual total = x + residual and y = norm(total). */
+int deltaserve_norm(const float *x, const float *residual, const float *scale, float eps, long T, long D, float *total,
+                    float *y, long num_threads) {
+    struct entry entry = {x, residual, scale, eps, T, D, total, y};
+    run(T <= NORM_ROWS ? 1 : num_threads, norm_body, &entry);
+    return 0;
+}
+
+/* cos and sin [T, R] of position * frequency, times `factor`; angles in float64. */
+int deltaserve_cos_sin(const int64_t *positions, const double *frequencies, double factor, long T, long R, float *cosines,
+                       float *sines) {
+    for (long t = 0; t < T; t++)
+        for (long r = 0; r < R; r++) {
+            double angle = (double)positions[t] * frequencies[r];
+            cosines[t * R + r] = (float)(cos(angle) * factor);
+            sines[t * R + r] = (float)(sin(angle) * factor);
+        }
+    return 0;
+}

@@ -1,0 +1,37 @@
+"""From a request's fields to RequestOptions: what it asks of scheduler and cache. None of it changes a token.
+
+| field         | meaning                                                                                            |
+| ------------- | -------------------------------------------------------------------------------------------------- |
+| `priority`    | lower goes first; equal ones in order of arrival (vLLM's)                                          |
+| `cache_salt`  | prefixes are shared only with requests of the same salt; not empty (vLLM's)                        |
+| `session_id`  | the turns of one conversation, which keep their states longest; the header `x-session-id` says the |
+|               | same, and the field wins                                                                           |
+| `speculative` | false: no drafts for this request, where the server drafts at all                                  |
+"""
+
+from __future__ import annotations
+
+from deltaserve.core.errors import RequestError
+from deltaserve.core.types import RequestOptions
+from deltaserve.engine.admission import MAX_PRIORITY, check_options
+from deltaserve.server.schema import GenerationRequest, shown
+
+SESSION_HEADER = "x-session-id"
+
+
+def request_options(request: GenerationRequest) -> RequestOptions:
+    """Raises RequestError naming the field."""
+    priority = request.priority or 0
+    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        sentence = f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, not {shown(priority)}"
+        raise RequestError(sentence, "priority")
+    if request.cache_salt == "":
+        raise RequestError("cache_salt must not be empty; leave it out", "cache_salt")
+    return check_options(
+        RequestOptions(
+            priority=priority,
+            cache_salt=request.cache_salt or "",
+            session_id=request.session_id,
+            use_drafts=request.speculative is not False,
+        )
+    )

@@ -1,0 +1,65 @@
+"""Residency: as many contexts as there are rows stay at the same time, each in a salt of its own, and none gives way.
+
+The pages are all but filled: a context that is pushed out and computed again shows as a preemption, one that was
+served from another's pages in its answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deltaserve.core.types import BLOCK
+from deltaserve.verify.ask import Ask, greedy
+from deltaserve.verify.book import Book, SkippedError
+from deltaserve.verify.lab import Lab, check_diversity
+from deltaserve.verify.target import AS_IT_IS, Counters, Setup, Tally, Traffic
+
+NUM_CONTEXTS = 8
+NUM_TOKENS = 24
+CONTEXT_TOKENS = 4096
+FEW_CONTEXT_TOKENS = 448
+
+
+@dataclass(slots=True)
+class Peak:
+    """The most of what was seen."""
+
+    num_running: int = 0
+    num_pages: int = 0
+
+    def watch(self, counters: Counters) -> None:
+        self.num_running = max(self.num_running, int(counters["num_running"]))
+        self.num_pages = max(self.num_pages, int(counters["num_pages"] - counters["num_free_pages"]))
+
+
+def check_residency(lab: Lab, book: Book) -> None:
+    """An engine gets exactly the pages it needs; of a server's pages nine in ten are filled, as far as rows allow."""
+    length = min(FEW_CONTEXT_TOKENS if lab.is_quick else CONTEXT_TOKENS, lab.limit(NUM_TOKENS))
+    each = -(-(length + NUM_TOKENS) // BLOCK)
+    setup = Setup(rows=NUM_CONTEXTS, num_pages=NUM_CONTEXTS * (each + 1)) if lab.is_engine else AS_IT_IS
+    peak = Peak()
+    with lab.session(setup) as session:
+        num_pages = int(session.counters()["num_pages"])
+        if num_pages < NUM_CONTEXTS * (each + 1):
+            length = (num_pages // NUM_CONTEXTS - 1) * BLOCK - NUM_TOKENS
+            if length < BLOCK:
+                raise SkippedError(f"{num_pages} pages are too few for {NUM_CONTEXTS} contexts")
+        asks = [_ask(lab, length - index) for index in range(NUM_CONTEXTS)]
+        tally = Tally(session)
+        answers = session.ask(asks, Traffic(watch=peak.watch))
+        num_preemptions = tally.count("num_preemptions")
+    for index, answer in enumerate(answers):
+        is_complete = answer.error is None and len(answer.token_ids) == NUM_TOKENS
+        detail = answer.error or f"{len(answer.token_ids)} of {NUM_TOKENS} tokens"
+        book.expect(f"context {index} of {len(asks[index].prompt_ids):,} tokens", is_complete, detail)
+    check_diversity(book, "contexts", answers)
+    book.expect("no preemption", num_preemptions == 0, f"{num_preemptions} preemptions")
+    book.event("contexts that ran at the same time", peak.num_running, at_least=NUM_CONTEXTS)
+    share = f"{peak.num_pages / num_pages:.0%}"
+    book.note(
+        f"{NUM_CONTEXTS} contexts of {length:,} tokens; at most {peak.num_pages:,} of {num_pages:,} pages ({share})"
+    )
+
+
+def _ask(lab: Lab, length: int) -> Ask:
+    return greedy(lab.writer.recall(length).prompt_ids, NUM_TOKENS).salted(lab.writer.salt("resident"))

@@ -1,0 +1,36 @@
+"""The least memory that was free while something ran."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Self
+
+from deltaserve.engine.machine import available_memory_bytes
+
+PERIOD_S = 0.1
+
+
+class MemoryWatch:
+    """Looks at the free memory ten times a second, from a thread, while its `with` block lasts."""
+
+    def __init__(self) -> None:
+        self.least_bytes = available_memory_bytes()
+        self.num_looks = 0
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(PERIOD_S):
+            self.least_bytes = min(self.least_bytes, available_memory_bytes())
+            self.num_looks += 1
