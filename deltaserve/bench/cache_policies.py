@@ -41,12 +41,12 @@ class Oracle:
     index: PrefixIndex = field(default_factory=PrefixIndex)
     number: int = -1
 
-    def rank(self, held: Held, now: int) -> float:
+    def rank(self, held: Held, now: int, is_for_pages: bool = False) -> float:
         following = self._next_use(held.key)
         if following is None:
             return 0.0
         saved = self.flops.between(held.position - held.num_gap_tokens, held.position)
-        return saved / held.num_bytes / (following - self.number)
+        return saved / (held.page_bytes + held.slot_bytes) / (following - self.number)
 
     def start(self, number: int) -> None:
         self.number = number
@@ -80,7 +80,7 @@ def make_manager(
     if policy == "oracle":
         oracle = Oracle(flops, future_uses(arrivals))
         manager = CacheManager(sizes, config, markers=MARKERS, retention=oracle)
-        oracle.index = manager._content.index
+        oracle.index = manager.index
         return manager, oracle.start
     assert policy in ("value", UNLIMITED), policy
     return CacheManager(sizes, config, markers=MARKERS), None

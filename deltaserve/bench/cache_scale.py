@@ -1,7 +1,7 @@
 """What the cache's books cost per request as they grow: prompts that share nothing, until a number of blocks is known.
 
-The pools hold exactly that many, so that the last requests evict for each block they add. Time is that inside the books,
-hashing included; making up the prompts is not counted.
+The pools hold exactly that many, so that the last requests evict for each block they add. Time is that inside the
+books, hashing included; making up the prompts is not counted.
 """
 
 from __future__ import annotations

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from deltaserve.bench.work import Measured, Prompts, Shape
-from deltaserve.core.config import EngineConfig, SchedulerConfig
 from deltaserve.core.types import SamplingParams
 from deltaserve.engine.build import Timeline, build_engine
+from deltaserve.engine.loop import Engine
+from deltaserve.engine.settings import engine_config
+
+
+def open_engine(directory: Path, **settings: Any) -> Engine:
+    """An engine from flat settings, as LLM takes them."""
+    return build_engine(engine_config(directory, settings), Timeline(time.time()))
 
 
 class EngineTarget:
     """Keeps `num_streams` requests in flight and steps the engine until all are done."""
 
-    def __init__(self, directory: Path, *, num_threads: int, max_streams: int, dtype: str = "auto") -> None:
-        scheduler = SchedulerConfig(max_num_seqs=max_streams)
-        config = EngineConfig(directory, dtype=dtype, num_threads=num_threads, scheduler=scheduler)
-        self.engine = build_engine(config, Timeline(time.time()))
+    def __init__(self, directory: Path, *, num_threads: int, max_streams: int, **settings: Any) -> None:
+        self.engine = open_engine(directory, num_threads=num_threads, max_num_seqs=max_streams, **settings)
         self.name = "deltaserve in process"
         self._threads = num_threads
 

@@ -29,7 +29,19 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 
-from deltaserve.bench.conversation import Ids, Message, Part, Piece, Role, Text, num_tokens, prompt_parts, reply_parts
+from deltaserve.bench.conversation import (
+    Ids,
+    Message,
+    Part,
+    Piece,
+    Role,
+    Text,
+    Words,
+    num_tokens,
+    prompt_parts,
+    reply_parts,
+)
+from deltaserve.bench.traces import HashIds, TraceRow
 from deltaserve.core.errors import ConfigError
 
 FIRST_TOKEN_S, TOKEN_S = 0.5, 0.02
@@ -242,6 +254,20 @@ def make(name: str, shape: Shape, seed: int) -> tuple[tuple[Turn, ...], Measured
         f"{name} with seed {seed} gives prompts of {measured.prompt_tokens:.0f} tokens, {measured.seen_share:.1%} seen "
         f"before, not {shape.prompt_tokens} and {shape.seen_share:.1%}; ask for a share nearer to it or more requests"
     )
+
+
+def to_rows(turns: Sequence[Turn]) -> list[TraceRow]:
+    """As a trace file holds them, at their times. A row is a whole prompt, so sessions show by what prompts share."""
+    words, hash_ids = Words(), HashIds()
+    return [
+        TraceRow(
+            input_length=num_tokens(turn.prompt),
+            output_length=num_tokens(turn.reply),
+            hash_ids=hash_ids.of(words.ids(turn.prompt)),
+            timestamp_ms=round(1000 * (turn.arrival_s - turns[0].arrival_s), 3),
+        )
+        for turn in turns
+    ]
 
 
 def _is_within(measured: Measured, shape: Shape) -> bool:

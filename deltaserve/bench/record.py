@@ -17,6 +17,9 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from rich.console import Console
+from rich.table import Table
+
 from deltaserve.engine.machine import num_usable_cores
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +72,20 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     old = json.loads(path.read_text("utf-8")) if path.exists() else []
     kept = [row for row in old if (row["name"], row["shape"]) not in replaced]
     path.write_text(json.dumps(kept + [asdict(row) for row in rows], indent=1) + "\n", "utf-8")
+
+
+def write_figures(
+    path: Path, figures: Sequence[tuple[str, float, str, str]], hardware: str, model: Path, console: Console
+) -> None:
+    """`figures` are (name, value, unit, shape): printed as a table and written with commit and command."""
+    commit, command = describe_commit(), describe_command()
+    table = Table("figure", "value", "unit", "shape")
+    for name, value, unit, shape in figures:
+        table.add_row(name, f"{value:,.3f}" if abs(value) < 10 else f"{value:,.1f}", unit, shape)
+    shapes = ((name, round(value, 4), unit, f"{model.name}, {shape}") for name, value, unit, shape in figures)
+    write_rows(path, [Row(*columns, hardware, commit, command) for columns in shapes])
+    console.print(table)
+    console.print(f"commit {commit}, {command}; written to {path.name}")
 
 
 def load_average() -> float:

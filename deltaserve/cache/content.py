@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from deltaserve.cache.blocks import BlockPool
 from deltaserve.cache.boundaries import BoundaryKind, SlotVersion
+from deltaserve.cache.chances import Chances
 from deltaserve.cache.event_log import EventLog
 from deltaserve.cache.layout import PoolSizes
 from deltaserve.cache.prefix import Node, PrefixIndex, Snapshot
@@ -57,12 +58,17 @@ class Content:
         self.events = EventLog()
         self.stats = CacheStats()
         self.now = 0  # tokens looked up
+        self.chances = Chances()
         self._retention = retention
         self._sizes = Sizes(sizes.spec.page_bytes, sizes.spec.slot_bytes)
         self._debug = debug
 
     def rank(self, snapshot: Snapshot) -> float:
-        return self._retention.rank(describe(snapshot, self._sizes), self.now)
+        return self._retention.rank(describe(snapshot, self._sizes, self.chances), self.now)
+
+    def page_rank(self, snapshot: Snapshot) -> float:
+        """Its rank among `leaf_victims`."""
+        return self._retention.rank(describe(snapshot, self._sizes, self.chances), self.now, is_for_pages=True)
 
     def counted(self) -> CacheStats:
         """With what there is now."""
@@ -75,9 +81,11 @@ class Content:
 
     def rank_anew(self, snapshot: Snapshot) -> None:
         """What a rank follows from has changed."""
-        for victims in (self.leaf_victims, self.slot_victims, self.host_victims):
+        for victims in (self.slot_victims, self.host_victims):
             if snapshot in victims:
                 victims.push(snapshot, self.rank(snapshot))
+        if snapshot in self.leaf_victims:
+            self.leaf_victims.push(snapshot, self.page_rank(snapshot))
 
     # ---- publication
 
@@ -118,6 +126,7 @@ class Content:
         if self._debug:
             self.ops.append(BlockOp(OpKind.SEAL, True, slot))
         self.stats.snapshots_published += 1
+        self.chances.published(node.key, kind)
         return snapshot
 
     def _keep_slot(self, snapshot: Snapshot, slot: int) -> None:
@@ -216,7 +225,7 @@ class Content:
         snapshot = node.snapshot
         assert snapshot is not None and snapshot.slot is not None, "warm, with no device page behind it"
         if self.slots.is_evictable(snapshot.slot) and snapshot not in self.leaf_victims:
-            self.leaf_victims.push(snapshot, self.rank(snapshot))
+            self.leaf_victims.push(snapshot, self.page_rank(snapshot))
 
     def is_removable(self, node: Node) -> bool:
         """Whether a dead or cold node is still that."""
@@ -280,6 +289,7 @@ class Content:
             victims.clear()
         self.dead.clear()
         self.cold.clear()
+        self.chances.forget_paths()
         nodes, self.index = self.index.nodes.values(), PrefixIndex()
         for node in nodes:
             if node.snapshot is not None:

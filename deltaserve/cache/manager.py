@@ -47,7 +47,7 @@ from deltaserve.cache.content_check import check_content
 from deltaserve.cache.layout import PoolSizes, num_pages_for
 from deltaserve.cache.lookup import EMPTY_HIT, Hit, Lookup
 from deltaserve.cache.offload import free_pages, free_slots
-from deltaserve.cache.prefix import Node
+from deltaserve.cache.prefix import Node, PrefixIndex
 from deltaserve.cache.publish import Holding, Publisher
 from deltaserve.cache.retention import Conversations, Retention, default_retention
 from deltaserve.cache.stats import CacheStats
@@ -117,6 +117,11 @@ class CacheManager:
     def holders(self) -> KeysView[int]:
         """Ids of the requests that hold anything."""
         return self._holdings.keys()
+
+    @property
+    def index(self) -> PrefixIndex:
+        """To look at only."""
+        return self._content.index
 
     @property
     def stats(self) -> CacheStats:
@@ -289,6 +294,8 @@ class CacheManager:
     def _start_turn(self, request: Request, holding: Holding, path: list[Node], hit: Hit) -> None:
         """What the request wants ahead of it, and what it has use for behind it."""
         ids = request.known_ids(0, request.num_known)
+        keys = self._lookup.extend(request, request.num_known)
+        self._content.chances.looked_up(keys[: (request.num_known - 1) // BLOCK])
         branch_at = hit.num_matched if hit.num_matched > hit.num_tokens else 0
         config = self._config
         wanted = choose(ids, self._markers, config.retained_turns, config.snapshot_interval, branch_at)
@@ -299,7 +306,6 @@ class CacheManager:
         self._use(holding, path, [each for each in wanted if each.position <= hit.num_tokens])
         for old in aged:
             self._content.rank_anew(old)
-        self._lookup.extend(request, request.num_known)
         self._publisher.want(request, holding, [each for each in wanted if each.position > hit.num_tokens])
 
     def _use(self, holding: Holding, path: list[Node], wanted: list[Wanted]) -> None:

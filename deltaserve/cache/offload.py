@@ -77,7 +77,7 @@ def _first_removable(content: Content, line: deque[Node]) -> Node | None:
 
 
 def _leaf_victim(content: Content) -> Snapshot | None:
-    while (least := content.leaf_victims.least(content.rank)) is not None:
+    while (least := content.leaf_victims.least(content.page_rank)) is not None:
         snapshot, node = least[0], least[0].node
         is_free = snapshot.slot is not None and content.slots.is_evictable(snapshot.slot)
         if is_free and not node.num_on_device and node.page is not None and content.pages.is_evictable(node.page):

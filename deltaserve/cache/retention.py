@@ -4,12 +4,15 @@ The value of a snapshot is what its loss would cost over what its absence would 
 
     FLOPs to compute again from the nearest earlier snapshot x chance that somebody comes back / bytes
 
-and chance = weight(kind, uses, branches, whether its conversation has gone on) x exp(-(now - last use) / tau). Since
-all chances fade alike, the order of two snapshots does not change with time, and log value = log(FLOPs x weight /
-bytes) + last use / tau is a key that stays. The clock counts tokens looked up, so that a replay is deterministic.
+The chance is what `cache.chances` has counted for snapshots like this one, less where its conversation has gone on, and
+fades as exp(-(now - last use) / tau). Since all fade alike, the order of two snapshots does not change with time, and
+log value = log(FLOPs x chance / bytes) + last use / tau is a key that stays. The clock counts tokens looked up, so that
+a replay is deterministic. The bytes are those that are needed: where room for pages is made, the slot that becomes free
+with them counts a tenth.
 
 A policy is any object with `rank`. The heap asks again when an entry comes to the top and puts it back if its rank has
-risen meanwhile; whoever lowers a rank pushes the snapshot again.
+risen meanwhile; whoever lowers a rank pushes the snapshot again. Where the chance of a whole class falls, this is
+noticed snapshot by snapshot as they are pushed.
 """
 
 from __future__ import annotations
@@ -17,10 +20,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from deltaserve.cache.boundaries import BoundaryKind
+from deltaserve.cache.chances import Chances
 from deltaserve.cache.layout import PoolSizes
 from deltaserve.cache.prefix import Node, Snapshot
 from deltaserve.core.request import Request
@@ -32,37 +36,26 @@ class Held:
     """What a policy may know of a snapshot.
 
     `key` names its path; it is the state after `position` tokens, `num_gap_tokens` behind the nearest earlier snapshot.
-    `num_bytes` would be freed: the slot, and the pages that then cannot be resumed any more. `num_branches` paths that
-    can be resumed lead on from it. Times count tokens looked up.
+    `slot_bytes` and `page_bytes` would be freed: its own, and those of pages that then cannot be resumed any more.
+    `chance`: how many requests resume from snapshots like this one. Times count tokens looked up.
     """
 
     key: bytes
     kind: BoundaryKind
     position: int
     num_gap_tokens: int
-    num_bytes: int
-    num_branches: int
-    num_uses: int
+    slot_bytes: int
+    page_bytes: int
+    chance: float
     num_waiting: int
     last_use: int
     is_old: bool
 
 
 class Retention(Protocol):
-    """A policy. The least rank goes first."""
+    """A policy. The least rank goes first. `is_for_pages`: pages are short, a slot is not."""
 
-    def rank(self, held: Held, now: int) -> float: ...
-
-
-DEFAULT_WEIGHTS = {
-    BoundaryKind.SYSTEM: 4.0,
-    BoundaryKind.USER: 2.0,
-    BoundaryKind.TURN: 2.0,
-    BoundaryKind.BRANCH: 2.0,
-    BoundaryKind.PROMPT: 1.0,
-    BoundaryKind.PREEMPTED: 1.0,
-    BoundaryKind.PERIODIC: 0.5,
-}
+    def rank(self, held: Held, now: int, is_for_pages: bool = False) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,31 +63,32 @@ class ByValue:
     """As above. `tau_tokens` is what must be looked up for a chance to fade to 1/e.
 
     At `attention_tokens` of context attention costs as much per token as everything else. A preempted request that
-    waits for its snapshot is certain to come back: WAITING_WEIGHT.
+    waits for its snapshot is certain to come back: `waiting_weight`.
     """
 
     tau_tokens: float
     attention_tokens: float = 32_768.0
-    old_weight: float = 0.1
+    old_weight: float = 0.3
     waiting_weight: float = 1e6
-    weights: dict[BoundaryKind, float] = field(default_factory=lambda: dict(DEFAULT_WEIGHTS))
+    spare_slot_share: float = 0.1
 
-    def rank(self, held: Held, now: int) -> float:
-        weight = self.weights[held.kind] * (1 + held.num_uses) * (1 + held.num_branches)
+    def rank(self, held: Held, now: int, is_for_pages: bool = False) -> float:
+        chance = held.chance
         if held.is_old:
-            weight *= self.old_weight
+            chance *= self.old_weight
         if held.num_waiting:
-            weight *= self.waiting_weight
+            chance *= self.waiting_weight
         middle = held.position - held.num_gap_tokens / 2
         flops = held.num_gap_tokens * (1 + middle / self.attention_tokens)
-        return math.log(flops * weight / held.num_bytes) + held.last_use / self.tau_tokens
+        num_bytes = held.page_bytes + held.slot_bytes * (self.spare_slot_share if is_for_pages else 1)
+        return math.log(flops * chance / num_bytes) + held.last_use / self.tau_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class LeastRecentlyUsed:
     """What went unused for longest goes first; among equals the longest prefix."""
 
-    def rank(self, held: Held, now: int) -> float:
+    def rank(self, held: Held, now: int, is_for_pages: bool = False) -> float:
         return held.last_use - held.position / (1 << 40)
 
 
@@ -218,7 +212,7 @@ class Sizes:
     slot_bytes: int
 
 
-def describe(snapshot: Snapshot, sizes: Sizes) -> Held:
+def describe(snapshot: Snapshot, sizes: Sizes, chances: Chances) -> Held:
     """O(blocks to the nearest earlier snapshot)."""
     node = snapshot.node
     own_blocks, is_own = 0, node.num_live == 1
@@ -235,9 +229,9 @@ def describe(snapshot: Snapshot, sizes: Sizes) -> Held:
         kind=snapshot.kind,
         position=node.depth * BLOCK,
         num_gap_tokens=(node.depth - above.depth) * BLOCK,
-        num_bytes=sizes.slot_bytes + own_blocks * sizes.page_bytes,
-        num_branches=node.num_live - 1,
-        num_uses=snapshot.num_uses,
+        slot_bytes=sizes.slot_bytes,
+        page_bytes=own_blocks * sizes.page_bytes,
+        chance=chances.of(snapshot.kind, snapshot.num_uses > 0),
         num_waiting=snapshot.num_waiting,
         last_use=snapshot.last_use,
         is_old=snapshot.is_old,

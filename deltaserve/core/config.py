@@ -66,14 +66,19 @@ class CacheSpec:
         return self.num_gdn_layers * (state + window) + self.hidden_size * DTYPE_BYTES[self.compute_dtype]
 
     @property
-    def row_bytes(self) -> int:
-        """What a running row owns beside pages and slots: (k, u, g) ring, conv ring, with drafts its last hidden."""
+    def ring_bytes(self) -> int:
+        """A running row's (k, u, g) of the tokens since its boundary; the same however many drafts there are."""
         keys = self.num_key_heads * self.key_head_dim * DTYPE_BYTES[self.compute_dtype]
         updates = self.num_value_heads * self.value_head_dim * DTYPE_BYTES["float32"]
         decays = self.num_value_heads * DTYPE_BYTES["float32"]
-        conv = self.conv_ring_width * self.conv_channels * DTYPE_BYTES[self.compute_dtype]
+        return self.num_gdn_layers * BLOCK * (keys + updates + decays)
+
+    @property
+    def row_bytes(self) -> int:
+        """What a running row owns beside pages and slots: its ring, its conv ring, with drafts its last hidden."""
+        conv = self.num_gdn_layers * self.conv_ring_width * self.conv_channels * DTYPE_BYTES[self.compute_dtype]
         last_hidden = bool(self.num_drafts) * self.hidden_size * DTYPE_BYTES[self.compute_dtype]
-        return self.num_gdn_layers * (BLOCK * (keys + updates + decays) + conv) + last_hidden
+        return self.ring_bytes + conv + last_hidden
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,13 +119,22 @@ class Embedding(Block):
         self.first, self.stop = rows.local_range(mesh.rank, mesh.size)
         shape = (config.vocab_size, config.hidden_size)
         self.weight = Parameter(shape, dtype, Split(0, (rows,)), mesh.rank, mesh.size)
+        self.rows_of: Callable[[Tensor], Tensor] = self._rows_as_loaded
+
+    def prepare(self, force: str | None = None) -> None:
+        if linear.is_for_kernels(self.weight, force):
+            self.rows_of = linear.Table(self.weight)
+            del self.weight
 
     def forward(self, ids_T: Tensor) -> Tensor:
         if self.mesh.size == 1:
-            return nn.functional.embedding(ids_T, self.weight)
+            return self.rows_of(ids_T)
         absent_T = (ids_T < self.first) | (ids_T >= self.stop)
-        x_TD = nn.functional.embedding((ids_T - self.first).masked_fill(absent_T, 0), self.weight)
+        x_TD = self.rows_of((ids_T - self.first).masked_fill(absent_T, 0))
         return self.mesh.all_reduce(x_TD.masked_fill(absent_T[:, None], 0))
+
+    def _rows_as_loaded(self, ids_T: Tensor) -> Tensor:
+        return nn.functional.embedding(ids_T, self.weight)
 
 
 class Head(Product):

@@ -8,6 +8,8 @@ Letters: T tokens, D model width, E experts, k experts per token, F expert width
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 

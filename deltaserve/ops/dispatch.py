@@ -2,8 +2,8 @@
 
 Every op folder has a table of its implementations by name; the reference is always there. A kernel states the device
 type and the types of numbers it is for, and whether it can run here at all. `choose` picks the kernel of the tensor's
-device, else the reference; a caller that names an implementation gets exactly that one. There is nothing to register and no global to set: a table is a dict literal in
-the op's `__init__.py`, and forcing is an argument.
+device, else the reference; a caller that names an implementation gets exactly that one. There is nothing to register
+and no global to set: a table is a dict literal in the op's `__init__.py`, and forcing is an argument.
 """
 
 from __future__ import annotations
@@ -77,6 +77,11 @@ def choose(table: Mapping[str, T], x: Tensor, force: str | None = None) -> T:
     if force is None and len(table) == 1:
         return table[REFERENCE]
     return table[_name(tuple(table), x.device.type, force, x.dtype)]
+
+
+def forget() -> None:
+    """Choose anew: for tests that change which kernels there are."""
+    _name.cache_clear()
 
 
 @functools.lru_cache(maxsize=256)

@@ -19,6 +19,7 @@ from deltaserve.model.config import ModelConfig
 from deltaserve.model.names import BARE_ROWS, MTP_LAYER
 from deltaserve.model.qwen3_5 import Qwen3_5
 from deltaserve.model.weights import Progress, fill_dummy, load_weights
+from deltaserve.ops import native
 from deltaserve.parallel.mesh import SINGLE, Mesh
 from deltaserve.runner.runner import ModelRunner
 
@@ -64,10 +65,12 @@ def load_runner(
     sizes: PoolSizes,
     mesh: Mesh = SINGLE,
     progress: Progress | None = None,
+    ops: str | None = None,
 ) -> tuple[ModelRunner, tuple[str, ...]]:
     """The runner of this rank, ready for its first plan, and what is worth saying of its checkpoint.
 
-    `progress` is told (bytes read, bytes in all).
+    `progress` is told (bytes read, bytes in all). `ops` names the implementation that the ops run, such as
+    "reference"; None is the best there is.
 
     Threads are shared evenly by the ranks: `config.num_threads` counts them all. Raises ConfigError or
     CheckpointError, as sentences for the user.
@@ -75,6 +78,7 @@ def load_runner(
     dtype = TORCH_DTYPES[compute_dtype(config)]
     model_config = served_model(config, model_config)
     torch.set_num_threads(max(1, (config.num_threads or torch.get_num_threads()) // mesh.size))
+    native.begin()
     with torch.device("meta"):
         model = Qwen3_5(model_config, mesh, dtype)
     if config.load_format == "dummy":
@@ -82,7 +86,10 @@ def load_runner(
         notes: tuple[str, ...] = ("weights are random (--load-format dummy)",)
     else:
         notes = load_weights(model, model_config, config.model, mesh, progress).summary()
-    model.prepare()
+    model.prepare(ops)
+    missing = native.load().note
+    if missing is not None:
+        notes = (*notes, missing)
     pools, host = allocate(sizes.spec, sizes), allocate_host(sizes.spec, sizes.host)
     synthetic = config.speculative.synthetic_acceptance
     runner = ModelRunner(model, pools, sizes, model_config.vocab_size, mesh, config.debug_checks, host, synthetic)

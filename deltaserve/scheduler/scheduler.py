@@ -84,7 +84,7 @@ class Scheduler:
 
     @property
     def long_prefill_s(self) -> tuple[float, float]:
-        """Seconds that long prompts took beside others, and of all steps in which others had rows."""
+        """Seconds that long prompts took beside others, and of all steps that they shared or had to wait for."""
         return self._share.long_s, self._share.contended_s
 
     def add(self, request: Request) -> None:

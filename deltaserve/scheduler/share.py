@@ -26,9 +26,9 @@ from statistics import median
 
 from deltaserve.core.types import BLOCK
 
-# A chunk takes about this many steps of the others: at a share of a half a stream then sees one gap of 5
-# steps in 8 and 3 of 1, which a reader does not notice (60 ms at 12 ms a step). Fewer would cut chunks for nothing:
-# each has a price of its own, on a mixture-of-experts model the reading of most experts.
+# A chunk takes about this many steps of the others: at a share of a half a stream then sees one gap of 5 steps and 3 of
+# one, over and over, which a reader does not notice (60 ms at 12 ms a step). Fewer would cut chunks for nothing: each
+# has a price of its own, on a mixture-of-experts model the reading of most experts.
 STALL_STEPS = 4
 # Reading all experts costs the 122B model 13 ms, as much as computing some 260 tokens; on a CPU the products reach
 # their speed at about as many rows. With less than this the price of a chunk is mostly not its tokens.
@@ -56,7 +56,8 @@ class StepMix:
 class LongPrefillShare:
     """The account of all long prompts together. `budget` is the most tokens of a step.
 
-    `contended_s` and `long_s` count, over the engine's life, the time of contended steps and long prompts' part of it.
+    `contended_s` and `long_s` count, over the engine's life, the time of steps that long prompts shared or waited for,
+    and their part of it.
     """
 
     def __init__(self, share: float, min_tokens: int, budget: int) -> None:
@@ -96,7 +97,7 @@ class LongPrefillShare:
             long_s = prefill_s * mix.num_long_tokens / mix.num_prefill_tokens if mix.num_long_tokens else 0.0
             if mix.num_decode_rows or mix.num_short_tokens:
                 self._others_s.append(elapsed_s - long_s)
-            self.contended_s += elapsed_s
+            self.contended_s += elapsed_s if mix.has_long or mix.num_long_tokens else 0.0
             self.long_s += long_s
             self._settle(self._share * elapsed_s - long_s)
         if not mix.has_long:

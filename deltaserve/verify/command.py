@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from deltaserve.core.config import CacheConfig, EngineConfig
+from deltaserve.core.config import CacheConfig, EngineConfig, SpeculativeConfig
 from deltaserve.core.errors import ConfigError
 from deltaserve.server.checkpoint import find_checkpoint
 from deltaserve.server.settings import parse_size
@@ -71,15 +71,32 @@ def verify(
         min_free_bytes=parse_size(min_free_memory, "min_free_memory"),
         max_tokens=longest,
     )
-    cache = CacheConfig(kv_cache_dtype=_kv_dtype(kv_cache_dtype), state_dtype=_state_dtype(mamba_ssm_cache_dtype))
     if target is not None and URL.fullmatch(target):
-        opened: Target = HttpTarget(target, api_key)
+        opened = _open_server(target, api_key, options)
     else:
-        checkpoint = find_checkpoint(target)
-        config = EngineConfig(checkpoint.directory, max_model_len=longest, num_threads=num_threads, cache=cache)
-        opened = EngineTarget(config, checkpoint.name)
+        cache = CacheConfig(kv_cache_dtype=_kv_dtype(kv_cache_dtype), state_dtype=_state_dtype(mamba_ssm_cache_dtype))
+        opened = _open_engine(target, options, num_threads, cache)
     lab = Lab(opened, choose_level(level, gap, opened.about.level), options, Writer(opened, seed))
     sys.exit(verify_target(lab, gates, console, json))
+
+
+def _open_server(url: str, api_key: str | None, options: Options) -> Target:
+    if options.num_drafts is not None:
+        raise ConfigError("--num-speculative-tokens is for a model directory; a server drafts as it was started")
+    return HttpTarget(url, api_key)
+
+
+def _open_engine(model: str | None, options: Options, num_threads: int | None, cache: CacheConfig) -> Target:
+    """Raises ConfigError for settings that no engine of this checkpoint can have."""
+    SpeculativeConfig(options.num_drafts or 0)
+    checkpoint = find_checkpoint(model)
+    config = EngineConfig(checkpoint.directory, max_model_len=options.max_tokens, num_threads=num_threads, cache=cache)
+    target = EngineTarget(config, checkpoint.name)
+    if options.num_drafts and not target.about.has_draft_head:
+        raise ConfigError(
+            f"--num-speculative-tokens: {checkpoint.name} has no draft head (mtp.* tensors); leave it out"
+        )
+    return target
 
 
 def verify_target(lab: Lab, gates: list[Gate], console: Console, json: Path | None) -> int:

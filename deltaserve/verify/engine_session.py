@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from random import Random
 
 from deltaserve.core.errors import DeltaserveError, RequestError
 from deltaserve.core.types import RequestOptions, TokenChunk
@@ -14,7 +15,8 @@ from deltaserve.verify.ask import Answer, Ask
 from deltaserve.verify.target import TOGETHER, Counters, Traffic, flatten
 
 STALL_S = 60.0
-PREEMPT_CHANCE = 0.3
+PREEMPT_CHANCE = 0.5
+MOST_PREEMPTIONS = 3
 
 
 class EngineSession:
@@ -70,8 +72,16 @@ class EngineSession:
     def _disturb(self, traffic: Traffic, open_runs: dict[int, _Run]) -> None:
         if traffic.watch is not None:
             traffic.watch(self.counters())
-        if traffic.preempt is not None and open_runs and traffic.preempt.random() < PREEMPT_CHANCE:
-            self.engine.preempt(traffic.preempt.choice(list(open_runs)))
+        if traffic.preempt is not None and traffic.preempt.random() < PREEMPT_CHANCE:
+            self._preempt_one(traffic.preempt, open_runs)
+
+    def _preempt_one(self, draw: Random, open_runs: dict[int, _Run]) -> None:
+        """Any that runs. Each only so often: one that always comes back to nothing would never end."""
+        for request_id in draw.sample(list(open_runs), len(open_runs)):
+            run = open_runs[request_id]
+            if run.num_preempted < MOST_PREEMPTIONS and self.engine.preempt(request_id):
+                run.num_preempted += 1
+                return
 
 
 @dataclass(slots=True)
@@ -81,6 +91,7 @@ class _Run:
     deltas: list[TextDelta] = field(default_factory=list)
     num_cached: int = 0
     num_prompt_logprobs: int = 0
+    num_preempted: int = 0
     error: str | None = None
 
     def feed(self, chunk: TokenChunk) -> bool:

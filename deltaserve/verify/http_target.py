@@ -21,7 +21,7 @@ from deltaserve.verify.http_client import Http, RefusedError
 from deltaserve.verify.target import AS_IT_IS, TOGETHER, About, Counters, Message, Session, Setup, Traffic, flatten
 
 MAX_IN_FLIGHT = 128
-WATCH_S = 0.05
+WATCH_S = 0.01
 NOT_SENT = frozenset(("stop", "stop_token_ids", "logit_bias"))  # as JSON wants them, below
 
 
@@ -85,8 +85,12 @@ class HttpSession:
     def ask(self, asks: Sequence[Ask], traffic: Traffic = TOGETHER) -> list[Answer]:
         if not traffic.is_plain:
             raise SkippedError("a client cannot steer the server's steps; give a model directory")
-        with self._watching(traffic), ThreadPoolExecutor(min(len(asks), MAX_IN_FLIGHT) or 1) as pool:
-            return list(pool.map(self._complete, asks))
+        pool = ThreadPoolExecutor(min(len(asks), MAX_IN_FLIGHT) or 1)
+        try:
+            with self._watching(traffic):
+                return list(pool.map(self._complete, asks))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C waits for no answer
 
     def counters(self) -> Counters:
         return flatten(self._http.stats())

@@ -32,9 +32,8 @@ def print_header(console: Console, lab: Lab) -> None:
     about = lab.target.about
     drafts = about.num_drafts if lab.options.num_drafts is None else lab.options.num_drafts
     drafts_text = f", {drafts} drafts" if about.is_engine and drafts else ""
-    console.print(
-        f"verifying {escape(about.name)}: model {escape(about.model)}, level {lab.level}{drafts_text}", highlight=False
-    )
+    line = f"verifying {escape(about.name)}: model {escape(about.model)}, level {lab.level}{drafts_text}"
+    console.print(line, highlight=False, soft_wrap=True)
 
 
 def print_book(console: Console, book: Book) -> None:
@@ -123,7 +122,10 @@ def _passes(book: Book) -> str:
 def _happened(book: Book) -> str:
     if book.status is Status.SKIPPED:
         return book.reason
-    return "; ".join([*(str(event) for event in book.events), *book.notes])
+    found = [*(str(event) for event in book.events), *book.notes]
+    if book.num_compared:
+        found.append(f"largest logprob difference {book.largest_difference:.1g}")
+    return "; ".join(found)
 
 
 def _print_details(console: Console, book: Book) -> None:

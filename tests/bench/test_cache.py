@@ -16,7 +16,7 @@ SMALL = ["--model", "qwen3.5-0.8b", "--rows", "4"]
 
 
 def _run(*arguments: str) -> str:
-    result = CliRunner().invoke(app, ["cache", *SMALL, *arguments], catch_exceptions=False)
+    result = CliRunner().invoke(app, ["cache", *SMALL, *arguments], env={"COLUMNS": "200"}, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
 

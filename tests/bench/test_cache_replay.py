@@ -9,7 +9,7 @@ import pytest
 from deltaserve.bench.cache_policies import POLICIES, UNLIMITED, future_uses, make_manager
 from deltaserve.bench.cache_replay import Arrival, Outcome, from_rows, from_turns, replay
 from deltaserve.bench.flops import PrefillFlops
-from deltaserve.bench.make_trace import Shape, make
+from deltaserve.bench.make_trace import GENERATORS, Shape, make
 from deltaserve.bench.traces import TraceRow
 from deltaserve.cache.layout import PoolSizes
 from deltaserve.core.config import CacheConfig
@@ -70,6 +70,18 @@ def test_the_oracle_beats_the_others_on_random_traces() -> None:
         for policy in POLICIES:
             totals[policy] += sum(_hits(policy, names, 9))
     assert totals["oracle"] > 1.05 * max(totals["lru"], totals["value"])
+
+
+def test_value_is_above_lru_on_agentic_traces() -> None:
+    """Small ones; the held-out ones of usual size are in bench/results."""
+    shape = Shape(num_requests=120, prompt_tokens=2048, output_tokens=60, num_alive=12)
+    totals = dict.fromkeys(("lru", "value"), 0.0)
+    for name in GENERATORS:
+        arrivals = from_turns(make(name, shape, seed=5)[0])
+        shares = {policy: _run(policy, arrivals, _sizes(400, 12, 8)).hit_share for policy in totals}
+        assert shares["value"] >= 0.98 * shares["lru"], (name, shares)
+        totals = {policy: total + shares[policy] for policy, total in totals.items()}
+    assert totals["value"] > 1.02 * totals["lru"], totals
 
 
 def test_future_uses_are_the_blocks_that_a_hit_can_cover() -> None:

@@ -6,11 +6,13 @@ import functools
 import itertools
 import statistics
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from deltaserve.bench.conversation import IM_START, MARKERS, Words
-from deltaserve.bench.make_trace import GENERATORS, Measured, Shape, Turn, make
+from deltaserve.bench.make_trace import GENERATORS, Measured, Shape, Turn, make, to_rows
+from deltaserve.bench.traces import RowTexts, read_trace, write_trace
 from deltaserve.core.errors import ConfigError
 
 SHAPE = Shape(num_requests=250, prompt_tokens=4096, output_tokens=80)
@@ -93,6 +95,22 @@ def test_branches_and_retries_share_a_point_to_start_from() -> None:
     turns, _ = _made("forks")
     prompts = [words.ids(turn.prompt) for turn in turns]
     assert len(set(prompts)) < len(prompts), "some prompts come again"
+
+
+def test_a_trace_file_of_it_shares_as_much(tmp_path: Path) -> None:
+    turns, measured = _made("tools")
+    path = tmp_path / "trace.jsonl"
+    write_trace(path, to_rows(turns))
+    rows = read_trace(path)
+    assert len(rows) == len(turns)
+    assert statistics.median(row.input_length for row in rows) == measured.prompt_tokens
+    texts, known, seen = RowTexts(0, 4096), set(), 0
+    for number, row in enumerate(rows):
+        prefixes = _prefixes(texts.token_ids(row, number))
+        seen += 16 * len(prefixes & known)
+        known |= prefixes
+    share = seen / sum(row.input_length for row in rows)
+    assert measured.seen_share - 0.12 < share <= measured.seen_share, "answers and parts of blocks are not shared"
 
 
 def test_a_share_that_no_ratio_can_reach_is_refused_with_what_can() -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from deltaserve.cache.boundaries import BoundaryKind
+from deltaserve.cache.chances import Chances
 from deltaserve.cache.prefix import PrefixIndex, Snapshot
 from deltaserve.cache.retention import (
     ByValue,
@@ -24,9 +25,9 @@ HELD = Held(
     kind=BoundaryKind.TURN,
     position=4096,
     num_gap_tokens=1024,
-    num_bytes=1 << 20,
-    num_branches=0,
-    num_uses=0,
+    slot_bytes=1 << 20,
+    page_bytes=1 << 20,
+    chance=0.5,
     num_waiting=0,
     last_use=1000,
     is_old=False,
@@ -38,29 +39,37 @@ BY_VALUE = ByValue(tau_tokens=10_000)
     "better",
     [
         {"num_gap_tokens": 2048},
-        {"num_bytes": 1 << 19},
-        {"num_branches": 2},
-        {"num_uses": 1},
+        {"slot_bytes": 1 << 19},
+        {"page_bytes": 1 << 19},
+        {"chance": 0.6},
         {"num_waiting": 1},
         {"last_use": 2000},
-        {"kind": BoundaryKind.SYSTEM},
         {"position": 65_536},
     ],
 )
-def test_what_is_worth_more(better: dict[str, int]) -> None:
-    assert BY_VALUE.rank(replace(HELD, **better), 0) > BY_VALUE.rank(HELD, 0)  # type: ignore[arg-type]
+@pytest.mark.parametrize("is_for_pages", [False, True])
+def test_what_is_worth_more(better: dict[str, float], is_for_pages: bool) -> None:
+    rank = BY_VALUE.rank(replace(HELD, **better), 0, is_for_pages)  # type: ignore[arg-type]
+    assert rank > BY_VALUE.rank(HELD, 0, is_for_pages)
+
+
+def test_a_slot_counts_little_where_pages_are_short() -> None:
+    small = replace(HELD, num_gap_tokens=64, page_bytes=1 << 16, position=HELD.position - 480)
+    assert BY_VALUE.rank(small, 0) < BY_VALUE.rank(HELD, 0)
+    assert BY_VALUE.rank(small, 0, is_for_pages=True) > BY_VALUE.rank(small, 0) + 1
+    assert LeastRecentlyUsed().rank(small, 0, is_for_pages=True) == LeastRecentlyUsed().rank(small, 0)
 
 
 def test_an_old_turn_is_worth_less_and_a_waiting_request_more_than_anything() -> None:
     assert BY_VALUE.rank(replace(HELD, is_old=True), 0) < BY_VALUE.rank(HELD, 0)
-    rich = replace(HELD, num_uses=50, num_branches=50, kind=BoundaryKind.SYSTEM)
+    rich = replace(HELD, chance=50.0, num_gap_tokens=4096)
     assert BY_VALUE.rank(replace(HELD, num_waiting=1), 0) > BY_VALUE.rank(rich, 0)
 
 
 def test_chances_fade_by_tau() -> None:
     """Twice the value is worth as much as ln 2 tau of rest."""
     later = replace(HELD, last_use=HELD.last_use + 6932)
-    assert BY_VALUE.rank(replace(HELD, num_bytes=1 << 19), 0) == pytest.approx(BY_VALUE.rank(later, 0), abs=1e-4)
+    assert BY_VALUE.rank(replace(HELD, chance=2 * HELD.chance), 0) == pytest.approx(BY_VALUE.rank(later, 0), abs=1e-4)
 
 
 def test_lru_knows_the_time_alone() -> None:
@@ -87,15 +96,23 @@ def chain(length: int) -> tuple[PrefixIndex, dict[int, Snapshot]]:
 
 def test_describe_measures_the_gap_and_what_would_be_freed() -> None:
     index, snapshots = chain(20)
-    sizes = Sizes(page_bytes=1, slot_bytes=1000)
-    trunk, long, short = (describe(snapshots[name], sizes) for name in (4, 20, 10))
-    assert (trunk.position, trunk.num_gap_tokens, trunk.num_bytes, trunk.num_branches) == (256, 256, 1000, 1)
-    assert (long.position, long.num_gap_tokens, long.num_bytes, long.num_branches) == (1280, 16 * 64, 1012, 0)
-    assert (short.num_gap_tokens, short.num_bytes) == (6 * 64, 1002)
+    sizes, chances = Sizes(page_bytes=1, slot_bytes=1000), Chances()
+    trunk, long, short = (describe(snapshots[name], sizes, chances) for name in (4, 20, 10))
+    assert (trunk.position, trunk.num_gap_tokens, trunk.slot_bytes, trunk.page_bytes) == (256, 256, 1000, 0)
+    assert (long.position, long.num_gap_tokens, long.page_bytes) == (1280, 16 * 64, 12)
+    assert (short.num_gap_tokens, short.page_bytes) == (6 * 64, 2)
     index.remove_snapshot(snapshots[10])
-    assert describe(snapshots[20], sizes).num_bytes == 1016
+    assert describe(snapshots[20], sizes, chances).page_bytes == 16
     index.remove_snapshot(snapshots[20])
-    assert describe(snapshots[4], sizes).num_bytes == 1004
+    assert describe(snapshots[4], sizes, chances).page_bytes == 4
+
+
+def test_describe_tells_the_chance_of_its_class() -> None:
+    _, snapshots = chain(20)
+    sizes, chances = Sizes(page_bytes=1, slot_bytes=1000), Chances()
+    assert describe(snapshots[4], sizes, chances).chance == chances.of(BoundaryKind.TURN, False)
+    snapshots[4].num_uses = 3
+    assert describe(snapshots[4], sizes, chances).chance == chances.of(BoundaryKind.TURN, True)
 
 
 def test_turns_beyond_those_retained_become_old() -> None:

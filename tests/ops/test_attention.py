@@ -21,6 +21,7 @@ from deltaserve.ops.testing import (
     prefill_rows,
 )
 
+pytestmark = pytest.mark.usefixtures("implementation")
 HEADS, KV_HEADS, HEAD_DIM, SCALE = 6, 2, 24, 0.3
 KV_DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
 

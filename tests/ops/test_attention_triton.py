@@ -17,7 +17,7 @@ from deltaserve.ops.testing import compare, extend_rows, fill_nan, generator, kv
 
 pytestmark = MARK
 SCALE = 0.3
-SIZES = pick([(6, 2, 24), (8, 2, 64), (16, 2, 256), (32, 2, 256), (24, 4, 256)], [(6, 2, 24)])
+SIZES = pick([(6, 2, 24), (8, 2, 64), (32, 2, 256), (24, 4, 256)], [(6, 2, 24)])
 # Of queries and pages. The interpreter multiplies no bfloat16, and rounds to float8 in its own way.
 KINDS = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16)]
 KINDS += pick(
@@ -28,6 +28,9 @@ KINDS += pick(
     ],
     [],
 )
+
+# Large heads with float32 products take long to compile, and are of no use.
+CASES = [(sizes, kinds) for sizes in SIZES for kinds in KINDS if sizes[2] < 256 or kinds[0] == torch.bfloat16]
 
 
 def make_pages(
@@ -64,11 +67,9 @@ def test_write_is_the_reference(kinds: tuple[torch.dtype, torch.dtype]) -> None:
         assert after_kernel[2].float().nan_to_num(777.0).equal(after[2].float().nan_to_num(777.0))
 
 
-@pytest.mark.parametrize("kinds", KINDS)
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("first_key", [0, 1])
+@pytest.mark.parametrize(("sizes", "kinds"), CASES)
 def test_prefill_of_packed_rows_on_prefixes(
-    sizes: tuple[int, int, int], kinds: tuple[torch.dtype, torch.dtype], first_key: int
+    sizes: tuple[int, int, int], kinds: tuple[torch.dtype, torch.dtype]
 ) -> None:
     heads, kv_heads, size = sizes
     lengths, starts = pick([([65, 1, 200, 1000], [64, 128, 0, 448])], [([65, 1], [64, 0])])[0]
@@ -76,14 +77,13 @@ def test_prefill_of_packed_rows_on_prefixes(
     pages, table_RP = make_pages(contexts, kv_heads, size, *kinds)
     q, _ = queries(sum(lengths), heads, size, kinds[0])
     rows = prefill_rows(lengths, starts=starts, table_RP=table_RP)
-    for parts in (1, 3):
+    for first_key, parts in ((1, 1), (0, 3)):
         kernel = partial(attention.prefill, tuning=attention.Tuning(parts=parts))
         expected, _, actual, _ = both(reference.prefill, kernel, q, pages[:, 1], rows, SCALE, first_key)
         check(actual, expected, kinds[0])
 
 
-@pytest.mark.parametrize("kinds", KINDS)
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("sizes", "kinds"), CASES)
 @pytest.mark.parametrize("width", pick([1, 4, 8], [1, 4]))
 def test_extend_rows_of_different_contexts(
     sizes: tuple[int, int, int], kinds: tuple[torch.dtype, torch.dtype], width: int
@@ -96,12 +96,11 @@ def test_extend_rows_of_different_contexts(
     q, _ = queries(len(starts) * width, heads, size, kinds[0])
     rows = extend_rows(starts, num_new, width=width, table_RP=table_RP)
     real = [row * width + t for row, new in enumerate(num_new) for t in range(new)]
-    for first_key in (0, 1):
-        for parts in (1, 4):
-            kernel = partial(attention.extend, tuning=attention.Tuning(parts=parts))
-            expected, _, actual, _ = both(reference.extend, kernel, q, pages[:, 1], rows, SCALE, first_key)
-            assert actual.isfinite().all()
-            check(actual[real], expected[real], kinds[0])
+    for first_key, parts in ((0, 1), (1, 4)):
+        kernel = partial(attention.extend, tuning=attention.Tuning(parts=parts))
+        expected, _, actual, _ = both(reference.extend, kernel, q, pages[:, 1], rows, SCALE, first_key)
+        assert actual.isfinite().all()
+        check(actual[real], expected[real], kinds[0])
 
 
 @pytest.mark.parametrize("parts", [1, 2])

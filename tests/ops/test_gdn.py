@@ -22,6 +22,7 @@ from deltaserve.ops.testing import (
     relative_error,
 )
 
+pytestmark = pytest.mark.usefixtures("implementation")
 SIZES = GdnSizes()
 
 

@@ -10,6 +10,7 @@ import torch
 from deltaserve.ops import norm
 from deltaserve.ops.testing import compare, generator, nan_empty
 
+pytestmark = pytest.mark.usefixtures("implementation")
 EPS = 1e-6
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from deltaserve.ops import rope
 from deltaserve.ops.testing import compare, generator, nan_empty
 
+pytestmark = pytest.mark.usefixtures("implementation")
 ROTARY_DIM, HEAD_DIM, THETA = 12, 20, 1e7
 
 

@@ -45,9 +45,13 @@ def pick(on_gpu: list[Any], interpreted: list[Any]) -> list[Any]:
 
 
 def move(x: Any) -> Any:
-    """Tensors, and those in rows, pools and tuples of them, on the device; fresh copies."""
+    """Tensors, and those in rows, pools and tuples of them, on the device; fresh copies.
+
+    A view stays one, of a copy of all that it is a view of.
+    """
     if isinstance(x, torch.Tensor):
-        return x.to(DEVICE, copy=True)
+        whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+        return whole.to(DEVICE, copy=True).as_strided(x.shape, x.stride(), x.storage_offset())
     if isinstance(x, tuple):
         return tuple(move(part) for part in x)
     if dataclasses.is_dataclass(x) and not isinstance(x, type):

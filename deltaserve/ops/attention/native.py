@@ -19,7 +19,7 @@ from deltaserve.ops.native.structs import (
     AttentionLayer,
     AttentionSizes,
     PagePool,
-    begin,
+    entry_arguments,
     extend_argument,
     prefill_argument,
 )
@@ -48,9 +48,7 @@ class Mixer:
     def __init__(self, weights: MixerWeights) -> None:
         kept = (weights.q_norm_D.contiguous(), weights.k_norm_D.contiguous())
         head_dim = len(kept[0])
-        sizes = AttentionSizes(
-            weights.num_heads, weights.num_kv_heads, head_dim, head_dim**-0.5, weights.first_key
-        )
+        sizes = AttentionSizes(weights.num_heads, weights.num_kv_heads, head_dim, head_dim**-0.5, weights.first_key)
         pointers = (tensor.data_ptr() for tensor in kept)
         self._struct = AttentionLayer(sizes, weights.qkv.matrix, weights.out.matrix, *pointers, weights.eps)
         self._kept = (weights, kept)
@@ -73,7 +71,7 @@ class Mixer:
         if pages is not self._pages:
             self._pages, self._pages_argument = pages, ctypes.byref(_page_pool(pages))
         cos_TR, sin_TR = cos_sin
-        entry, y_TD, total_TD = begin(x_TD, residual_TD, scale_D)
+        entry, y_TD, total_TD = entry_arguments(x_TD, residual_TD, scale_D)
         outputs = (total_TD.data_ptr(), y_TD.data_ptr())
         positions = (kv_slots_T.data_ptr(), cos_TR.data_ptr(), sin_TR.data_ptr(), cos_TR.shape[1])
         rows = (extend_argument(extend), prefill_argument(prefill), torch.get_num_threads())
@@ -95,7 +93,9 @@ def _run(q_THD: Tensor, pages: Tensor, scale: float, first_key: int, *rows: obje
     sizes = AttentionSizes(q_THD.shape[1], pages.shape[1], q_THD.shape[2], scale, first_key)
     o_THD = torch.empty_like(q_THD)
     pointers = (q_THD.data_ptr(), o_THD.data_ptr())
-    if native.function("attention")(ctypes.byref(sizes), ctypes.byref(_page_pool(pages)), *pointers, *rows, torch.get_num_threads()):
+    if native.function("attention")(
+        ctypes.byref(sizes), ctypes.byref(_page_pool(pages)), *pointers, *rows, torch.get_num_threads()
+    ):
         raise MemoryError("no memory for attention's scratch")
     return o_THD
 

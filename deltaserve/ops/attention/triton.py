@@ -177,9 +177,11 @@ def _num_parts(num_programs: int, longest: int, device: torch.device) -> int:
 
 
 def _num_stages(tile_rows: int, width: int, kv_dtype: torch.dtype) -> int:
-    """Pages in flight: what the shared memory holds beside the queries."""
+    """Pages in flight: what shared memory and, where pages are widened, registers hold beside a tile."""
     page_bytes = 2 * PAGE * width * kv_dtype.itemsize
-    return 1 if page_bytes > 65536 else 3 if tile_rows <= 64 else 2
+    if page_bytes > 65536:
+        return 1
+    return 3 if tile_rows <= (16 if kv_dtype.itemsize == 1 else 64) else 2
 
 
 def _operands(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[tl.dtype, str]:

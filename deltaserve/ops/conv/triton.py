@@ -25,13 +25,13 @@ def prefill(x_TC: Tensor, weight_CW: Tensor, windows: Tensor, conv_ring: Tensor,
     y_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype, device=x_TC.device)
     chunks = common.chunks(rows)
     starts_R = common.once(rows, "starts_R", lambda: common.to_device([rows.starts], x_TC.device)[0])
-    block = min(256, triton.next_power_of_2(num_channels))
+    block = min(1024, triton.next_power_of_2(num_channels))
     _prefill[(triton.cdiv(num_channels, block), chunks.num_chunks)](
         x_TC, weight_CW, windows, conv_ring, y_TC, rows.rows_R, rows.slots_in_R, starts_R,
         chunks.row_N, chunks.token_N, chunks.count_N, chunks.index_N,
         chunks.first_R1, chunks.cut_first_N1, chunks.cut_slots,
         x_TC.stride(0), *weight_CW.stride(), windows.stride(0), conv_ring.stride(0), conv_ring.shape[1],
-        num_channels, num_taps, block, 16,
+        num_channels, num_taps, block,
     )  # fmt: skip
     return y_TC
 
@@ -40,7 +40,7 @@ def extend(x_TC: Tensor, weight_CW: Tensor, conv_ring: Tensor, rows: ExtendRows)
     common.check_rows(x_TC, conv_ring)
     num_channels, num_taps = weight_CW.shape
     y_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype, device=x_TC.device)
-    block = min(256, triton.next_power_of_2(num_channels))
+    block = min(512, triton.next_power_of_2(num_channels))
     _extend[(triton.cdiv(num_channels, block), rows.num_rows)](
         x_TC, weight_CW, conv_ring, y_TC, rows.rows_R, rows.starts_R, common.num_new(rows),
         x_TC.stride(0), *weight_CW.stride(), conv_ring.stride(0), conv_ring.shape[1],
@@ -66,54 +66,50 @@ def _silu(x):
 
 
 @triton.jit
-def _input(x_ptr, window_ptr, position, first_token, x_stride, c, mask, C: tl.constexpr, W: tl.constexpr):
-    """Inputs at `position` [n] of a row (negative: in its window), channels c."""
-    inside = (position >= 0)[:, None]
-    own = tl.load(
-        x_ptr + (first_token + position)[:, None].to(tl.int64) * x_stride + c[None, :], mask=mask & inside, other=0.0
-    )
-    old = tl.load(window_ptr + (position + W - 1)[:, None] * C + c[None, :], mask=mask & (inside == 0), other=0.0)
-    return tl.where(inside, own, old)
-
-
-@triton.jit
 def _prefill(
     x_ptr, weight_ptr, windows_ptr, ring_ptr, y_ptr, rows_ptr, slots_ptr, starts_ptr,
     row_ptr, token_ptr, count_ptr, index_ptr, first_ptr, cut_first_ptr, cut_slots_ptr,
     x_stride, weight_c, weight_w, window_stride, ring_stride, ring_width,
-    C: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(1)
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = c < C
     row = tl.load(row_ptr + n)
-    first = tl.load(token_ptr + n)
+    first = tl.load(token_ptr + n).to(tl.int64)
     count = tl.load(count_ptr + n)
     index = tl.load(index_ptr + n)
-    row_first = first - index * 64
-    window_ptr = windows_ptr + tl.load(slots_ptr + row) * window_stride
-    channels = (c < C)[None, :]
-    for piece in range(64 // PIECE):
-        i = piece * PIECE + tl.arange(0, PIECE)
-        mask = (i < count)[:, None] & channels
-        y = tl.zeros([PIECE, BLOCK], tl.float32)
-        for tap in tl.static_range(W):
-            position = index * 64 + i - (W - 1) + tap
-            x = _input(x_ptr, window_ptr, position, row_first, x_stride, c, mask, C, W).to(tl.float32)
-            y += x * tl.load(weight_ptr + c * weight_c + tap * weight_w, mask=c < C, other=0.0).to(tl.float32)[None, :]
-        place = (first + i)[:, None].to(tl.int64) * C + c[None, :]
-        tl.store(y_ptr + place, _silu(y).to(y_ptr.dtype.element_ty), mask=mask)
-    # The last W - 1 inputs: into the slots of a cut after this chunk, and into the ring after the row's last chunk.
-    back = tl.arange(0, 16)
-    taken = (back < W - 1)[:, None] & channels
-    position = index * 64 + count - (W - 1) + back
-    last = _input(x_ptr, window_ptr, position, row_first, x_stride, c, taken, C, W)
+    window = windows_ptr + tl.load(slots_ptr + row) * window_stride + c
+    taps = ()
+    last = ()  # the W - 1 inputs before the token
+    for tap in tl.static_range(W):
+        weight = tl.load(weight_ptr + c * weight_c + tap * weight_w, mask=mask, other=0.0)
+        taps = taps + (weight.to(tl.float32),)
+    for before in tl.static_range(W - 1):
+        own = tl.load(x_ptr + (first + before - (W - 1)) * x_stride + c, mask=mask & (index > 0), other=0.0)
+        old = tl.load(window + before * C, mask=mask & (index == 0), other=0.0)
+        last = last + (tl.where(index > 0, own, old),)
+    for t in tl.range(0, count, loop_unroll_factor=8):
+        x = tl.load(x_ptr + (first + t) * x_stride + c, mask=mask, other=0.0)
+        y = x.to(tl.float32) * taps[W - 1]
+        moved = ()
+        for tap in tl.static_range(W - 1):
+            y += last[tap].to(tl.float32) * taps[tap]
+            if tap > 0:
+                moved = moved + (last[tap],)
+        last = moved + (x,)
+        tl.store(y_ptr + (first + t) * C + c, _silu(y).to(y_ptr.dtype.element_ty), mask=mask)
+    # The last inputs go to the slots of a cut after this chunk, and to the ring after the row's last chunk.
     for cut in range(tl.load(cut_first_ptr + n), tl.load(cut_first_ptr + n + 1)):
-        slot = tl.load(cut_slots_ptr + cut).to(tl.int64)
-        tl.store(windows_ptr + slot * window_stride + back[:, None] * C + c[None, :], last, mask=taken)
+        slot = windows_ptr + tl.load(cut_slots_ptr + cut).to(tl.int64) * window_stride + c
+        for i in tl.static_range(W - 1):
+            tl.store(slot + i * C, last[i], mask=mask)
     if n + 1 == tl.load(first_ptr + row + 1):
-        entry = (tl.load(starts_ptr + row) + position + ring_width) % ring_width
-        ring = ring_ptr + tl.load(rows_ptr + row) * ring_stride
-        tl.store(ring + entry[:, None] * C + c[None, :], last, mask=taken)
+        ring = ring_ptr + tl.load(rows_ptr + row) * ring_stride + c
+        end = tl.load(starts_ptr + row) + index * 64 + count
+        for i in tl.static_range(W - 1):
+            entry = (end - (W - 1) + i + ring_width) % ring_width
+            tl.store(ring + entry * C, last[i], mask=mask)
 
 
 @triton.jit

@@ -15,7 +15,15 @@ from torch import Tensor
 from deltaserve.ops import native
 from deltaserve.ops.gdn.reference import gates, normalize
 from deltaserve.ops.linear.native import Packed
-from deltaserve.ops.native.structs import KINDS, GdnLayer, GdnPool, GdnSizes, begin, extend_argument, prefill_argument
+from deltaserve.ops.native.structs import (
+    KINDS,
+    GdnLayer,
+    GdnPool,
+    GdnSizes,
+    entry_arguments,
+    extend_argument,
+    prefill_argument,
+)
 from deltaserve.ops.rows import ExtendRows, PrefillRows
 
 __all__ = ["Mixer", "MixerWeights", "Pool", "extend", "fold", "gates", "normalize", "prefill"]
@@ -89,9 +97,11 @@ class Mixer:
     ) -> tuple[Tensor, Tensor]:
         if pool is not self._pool:
             self._pool, self._pool_argument = pool, ctypes.byref(_pool_struct(pool))
-        entry, y_TD, total_TD = begin(x_TD, residual_TD, scale_D)
+        entry, y_TD, total_TD = entry_arguments(x_TD, residual_TD, scale_D)
         rows = (extend_argument(extend), prefill_argument(prefill), torch.get_num_threads())
-        if self._function(self._layer, self._pool_argument, len(x_TD), *entry, total_TD.data_ptr(), y_TD.data_ptr(), *rows):
+        if self._function(
+            self._layer, self._pool_argument, len(x_TD), *entry, total_TD.data_ptr(), y_TD.data_ptr(), *rows
+        ):
             raise MemoryError("no memory for a layer's scratch")
         return y_TD, total_TD
 
@@ -163,15 +173,15 @@ def prefill(
     return _run("gdn_prefill", (q_TJK, k_TJK, v_THV, g_TH, beta_TH), (states, ring_k, ring_u, ring_g), rows)
 
 
-def _run(
-    name: str, inputs: tuple[Tensor, ...], pools: tuple[Tensor, ...], rows: ExtendRows | PrefillRows
-) -> Tensor:
+def _run(name: str, inputs: tuple[Tensor, ...], pools: tuple[Tensor, ...], rows: ExtendRows | PrefillRows) -> Tensor:
     q_TJK, k_TJK, v_THV, g_TH, beta_TH = (x.contiguous() for x in inputs)
     sizes = GdnSizes(q_TJK.shape[1], v_THV.shape[1], q_TJK.shape[2], v_THV.shape[2])
     o_THV = torch.empty_like(v_THV)
     argument = extend_argument(rows) if isinstance(rows, ExtendRows) else prefill_argument(rows)
     pointers = [x.data_ptr() for x in (q_TJK, k_TJK, v_THV, g_TH, beta_TH, o_THV)]
-    if native.function(name)(ctypes.byref(sizes), ctypes.byref(_struct(*pools)), argument, *pointers, torch.get_num_threads()):
+    if native.function(name)(
+        ctypes.byref(sizes), ctypes.byref(_struct(*pools)), argument, *pointers, torch.get_num_threads()
+    ):
         raise MemoryError("no memory for the gated delta rule's scratch")
     return o_THV
 

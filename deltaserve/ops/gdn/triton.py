@@ -1,11 +1,18 @@
 """The gated delta rule in Triton: gates, normalisation, extend and fold. Prefill is in `triton_prefill`.
 
-Extend reads S at the boundary once for all tokens of a row, and the ring up to the row's own length. One program takes
-a row, a value head and a block of values; blocks need nothing of each other, since S enters only as S^T x. The x are
-X = 16 vectors, the keys of up to 8 tokens and then their queries: 16 rows are what a matrix product takes, so fewer
-tokens cost the same reading and no more time. Products of float32 are three of tf32, which keeps float32's accuracy.
-Decays are exponentials of sums that end at the last entry and are formed in float32 from it alone, each at most 1; no
-difference of prefix sums is formed in float32.
+Extend reads S at the boundary once for all tokens of a row, and the ring up to the row's own length. The vectors x are
+the keys of the new tokens, then their queries; 16 of them are what a matrix product takes.
+
+| kernel  | one program takes       | does                                                                              |
+| ------- | ----------------------- | --------------------------------------------------------------------------------- |
+| _weigh  | a row and a value head  | what does not know values: how x sees each ring entry (decayed k_i . x), the state |
+|         |                         | and the other new tokens; the new entries of the ring's k and g                   |
+| _extend | the same and a block of | sums of S and of the ring's u by those weights, then token after token; o and u   |
+|         | values                  |                                                                                   |
+
+_extend is exact float32 without matrix units: it is bound by reading S. Other products of float32 are three of tf32,
+which keeps float32's accuracy. Decays are exponentials of sums that end at the last entry and are formed from it
+alone, each at most 1; no difference of prefix sums is formed in float32.
 
 Letters: R rows, J key heads, H value heads, K and V head sizes, X vectors.
 """
@@ -63,9 +70,8 @@ def extend(
     ring_g: Tensor,
     rows: ExtendRows,
     block: int | None = None,
-    piece: int = 32,
+    piece: int | None = None,
     num_warps: int = 4,
-    num_stages: int = 3,
 ) -> Tensor:
     """See the package. At most MOST_TOKENS tokens a row. `block` (values of a program) and the rest: to measure with."""
     assert rows.width <= MOST_TOKENS, f"{rows.width} tokens a row; this kernel takes {MOST_TOKENS}"
@@ -74,13 +80,19 @@ def extend(
     o_THV = torch.empty(v_THV.shape, dtype=v_THV.dtype, device=v_THV.device)
     keys = common.padded(key_size)
     block = block or _value_block(value_size, rows.num_rows * num_heads)
+    piece = piece or (8 if rows.width > 4 else 16)
+    shape = (rows.num_rows, num_heads, 16)
+    weights, among, scales = (torch.empty(*shape, n, device=v_THV.device) for n in (common.CHUNK, MOST_TOKENS, 1))
+    of_rows, new_R = (rows.rows_R, rows.slots_R, rows.num_ring_R), common.num_new(rows)
+    _weigh[(num_heads, rows.num_rows)](
+        q_TJK, k_TJK, g_TH, ring_k, ring_g, weights, among, scales, rows.rows_R, rows.num_ring_R, new_R,
+        q_TJK.stride(0), k_TJK.stride(0), g_TH.stride(0), ring_k.stride(0), ring_g.stride(0),
+        rows.width, num_key_heads, num_heads, key_size, keys, num_warps=4,
+    )  # fmt: skip
     _extend[(triton.cdiv(value_size, block), num_heads, rows.num_rows)](
-        q_TJK, k_TJK, v_THV, g_TH, beta_TH, states, ring_k, ring_u, ring_g, o_THV,
-        rows.rows_R, rows.slots_R, rows.num_ring_R, common.num_new(rows),
-        q_TJK.stride(0), k_TJK.stride(0), v_THV.stride(0), g_TH.stride(0), beta_TH.stride(0),
-        states.stride(0), ring_k.stride(0), ring_u.stride(0), ring_g.stride(0),
-        rows.width, num_key_heads, num_heads, key_size, value_size, keys, block, min(piece, keys), num_stages,
-        num_warps=num_warps,
+        q_TJK, k_TJK, v_THV, beta_TH, states, ring_u, weights, among, scales, o_THV, *of_rows, new_R,
+        q_TJK.stride(0), k_TJK.stride(0), v_THV.stride(0), beta_TH.stride(0), states.stride(0), ring_u.stride(0),
+        rows.width, num_key_heads, num_heads, key_size, value_size, keys, block, piece, num_warps=num_warps,
     )  # fmt: skip
     return o_THV
 
@@ -89,7 +101,7 @@ def fold(states: Tensor, ring_k: Tensor, ring_u: Tensor, ring_g: Tensor, rows: E
     if not rows.fold_ends:
         return
     num_layers, num_heads, key_size, value_size = states.shape[1:]
-    piece, block = min(64, common.padded(key_size)), min(64, common.padded(value_size))
+    piece, block = min(128, common.padded(key_size)), min(64, common.padded(value_size))
     grid = (triton.cdiv(value_size, block) * triton.cdiv(key_size, piece) * num_heads, num_layers, len(rows.fold_ends))
     _fold[grid](
         states, ring_k, ring_u, ring_g, rows.fold_rows_F, rows.fold_in_F, rows.fold_out_F,
@@ -147,91 +159,116 @@ def _normalize(
 
 
 @triton.jit
-def _new_vectors(
-    q_ptr, k_ptr, first, q_stride, k_stride, j, kd, WIDTH: tl.constexpr, K: tl.constexpr
+def _weigh(
+    q_ptr, k_ptr, g_ptr, ring_k_ptr, ring_g_ptr, weights_ptr, among_ptr, scales_ptr,
+    rows_ptr, num_ring_ptr, num_new_ptr, q_stride, k_stride, g_stride, ring_k_stride, ring_g_stride,
+    WIDTH: tl.constexpr, J: tl.constexpr, H: tl.constexpr, K: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """[16, keys]: keys of up to 8 tokens, then their queries; rows without a token are 0."""
-    x = tl.arange(0, 16)
-    t = x % 8
-    real = (t < WIDTH)[:, None] & (kd < K)[None, :]
-    place = (first + t)[:, None]
-    k = tl.load(k_ptr + place * k_stride + j * K + kd[None, :], mask=real & (x < 8)[:, None], other=0.0)
-    return k + tl.load(q_ptr + place * q_stride + j * K + kd[None, :], mask=real & (x >= 8)[:, None], other=0.0)
-
-
-@triton.jit
-def _extend(
-    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, states_ptr, ring_k_ptr, ring_u_ptr, ring_g_ptr, o_ptr,
-    rows_ptr, slots_ptr, num_ring_ptr, num_new_ptr,
-    q_stride, k_stride, v_stride, g_stride, beta_stride, state_stride, ring_k_stride, ring_u_stride, ring_g_stride,
-    WIDTH: tl.constexpr, J: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    KEYS: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    h, r = tl.program_id(1), tl.program_id(2)
+    h, r = tl.program_id(0), tl.program_id(1)
     j = h // (H // J)
     kd = tl.arange(0, KEYS)
-    vd = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.arange(0, 16)
-    t = x % 8
+    c = tl.arange(0, 64)
+    x = tl.arange(0, 16)  # vectors: keys of tokens 0 .. 7, then their queries
     i = tl.arange(0, 16)  # tokens as columns, 8 of them
+    t = x % 8
     row = tl.load(rows_ptr + r)
     num_ring = tl.load(num_ring_ptr + r).to(tl.int32)
     num_new = tl.load(num_new_ptr + r)
     first = r.to(tl.int64) * WIDTH
     ring_k = ring_k_ptr + row * ring_k_stride + j * K
-    ring_u = ring_u_ptr + row * ring_u_stride + h * V
     ring_g = ring_g_ptr + row * ring_g_stride + h
-    # S^T x of all vectors, a piece of the keys at a time.
-    state = states_ptr + tl.load(slots_ptr + r) * state_stride + h * K * V
-    past = tl.zeros([16, BLOCK], tl.float32)
-    for start in tl.range(0, KEYS, PIECE, num_stages=STAGES):
-        kp = start + tl.arange(0, PIECE)
-        mask = (kp < K)[:, None] & (vd < V)[None, :]
-        s = tl.load(state + kp[:, None] * V + vd[None, :], mask=mask, other=0.0).to(tl.float32)
-        vectors = _new_vectors(q_ptr, k_ptr, first, q_stride, k_stride, j, kp, WIDTH, K).to(tl.float32)
-        past = tl.dot(vectors, s, past, input_precision="tf32x3")
-    # The ring: each entry decays by those after it, the state by all.
-    g_ring = tl.load(ring_g + tl.arange(0, 64) * H, mask=tl.arange(0, 64) < num_ring, other=0.0)
-    past *= tl.exp(tl.sum(g_ring, 0))
-    kq = _new_vectors(q_ptr, k_ptr, first, q_stride, k_stride, j, kd, WIDTH, K)
-    for start in tl.range(0, num_ring, 32, num_stages=1):
-        c = start + tl.arange(0, 32)
-        later = tl.sum(tl.where(tl.arange(0, 64)[None, :] > c[:, None], g_ring[None, :], 0.0), 1)
-        decay = tl.where(c < num_ring, tl.exp(later), 0.0)
-        in_ring = (c < num_ring)[:, None]
-        keys = tl.load(ring_k + c[:, None] * (J * K) + kd[None, :], mask=in_ring & (kd < K)[None, :], other=0.0)
-        updates = tl.load(ring_u + c[:, None] * (H * V) + vd[None, :], mask=in_ring & (vd < V)[None, :], other=0.0)
-        weights = tl.dot(kq.to(keys.dtype), tl.trans(keys), input_precision="tf32x3") * decay[None, :]
-        past = tl.dot(weights, updates, past, input_precision="tf32x3")
+    # Of the ring: entry c decays by what comes after it, the state by all of it.
+    later = tl.cumsum(tl.load(ring_g + (c + 1) * H, mask=c + 1 < num_ring, other=0.0), 0, reverse=True)
+    decay = tl.where(c < num_ring, tl.exp(later), 0.0)
+    ring_sum = tl.sum(tl.load(ring_g + c * H, mask=c < num_ring, other=0.0), 0)
+    keys = tl.load(
+        ring_k + c[:, None] * (J * K) + kd[None, :], mask=(c < num_ring)[:, None] & (kd < K)[None, :], other=0.0
+    )
+    real = (t < WIDTH)[:, None] & (kd < K)[None, :]
+    place = (first + t)[:, None]
+    k = tl.load(k_ptr + place * k_stride + j * K + kd[None, :], mask=real & (x < 8)[:, None], other=0.0)
+    kq = k + tl.load(q_ptr + place * q_stride + j * K + kd[None, :], mask=real & (x >= 8)[:, None], other=0.0)
     # Sums of g over the new tokens, in float64: their differences are sums too, and must be as exact.
     g = tl.load(g_ptr + (first + i) * g_stride + h, mask=i < WIDTH, other=0.0)
     wide = g.to(tl.float64)
-    sums_x = tl.sum(tl.where(i[None, :] <= t[:, None], wide[None, :], 0.0), 1)
-    past *= tl.exp(sums_x.to(tl.float32))[:, None]
-    v = tl.load(
-        v_ptr + (first + t)[:, None] * v_stride + h * V + vd[None, :],
-        mask=((t < WIDTH) & (x < 8))[:, None] & (vd < V)[None, :], other=0.0,
-    ).to(tl.float32)  # fmt: skip
-    # Among themselves, token after token: u of one leaves what later keys, and queries from it on, still miss.
-    rest = v - past
+    sums = tl.sum(tl.where(i[None, :] <= t[:, None], wide[None, :], 0.0), 1)
+    new_decay = tl.exp(sums.to(tl.float32))
     sees = (i[None, :] < t[:, None]) | ((i[None, :] == t[:, None]) & (x >= 8)[:, None])
-    among = tl.exp(tl.where(sees, (sums_x[:, None] - tl.cumsum(wide, 0)[None, :]).to(tl.float32), -float("inf")))
+    among = tl.exp(tl.where(sees, (sums[:, None] - tl.cumsum(wide, 0)[None, :]).to(tl.float32), -float("inf")))
     among *= tl.dot(kq, tl.trans(kq), input_precision="tf32x3")
+    weights = tl.dot(kq.to(keys.dtype), tl.trans(keys), input_precision="tf32x3") * decay[None, :]
+    head = (r.to(tl.int64) * H + h) * 16
+    tl.store(weights_ptr + (head + x)[:, None] * 64 + c[None, :], weights * new_decay[:, None])
+    tl.store(among_ptr + (head + x)[:, None] * 8 + i[None, :], among, mask=(i < 8)[None, :])
+    tl.store(scales_ptr + head + x, new_decay * tl.exp(ring_sum))
+    tl.store(ring_g + (num_ring + i) * H, g, mask=i < num_new)
+    if h % (H // J) == 0:
+        new_place = ring_k + (num_ring + t)[:, None] * (J * K) + kd[None, :]
+        mine = (kd < K)[None, :] & ((x < 8) & (t < num_new))[:, None]
+        tl.store(new_place, kq.to(ring_k_ptr.dtype.element_ty), mask=mine)
+
+
+@triton.jit
+def _extend(
+    q_ptr, k_ptr, v_ptr, beta_ptr, states_ptr, ring_u_ptr, weights_ptr, among_ptr, scales_ptr, o_ptr,
+    rows_ptr, slots_ptr, num_ring_ptr, num_new_ptr,
+    q_stride, k_stride, v_stride, beta_stride, state_stride, ring_u_stride,
+    WIDTH: tl.constexpr, J: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    KEYS: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    h, r = tl.program_id(1), tl.program_id(2)
+    j = h // (H // J)
+    vd = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    p = tl.arange(0, PIECE)
+    num_ring = tl.load(num_ring_ptr + r).to(tl.int32)
+    num_new = tl.load(num_new_ptr + r)
+    first = r.to(tl.int64) * WIDTH
+    head = (r.to(tl.int64) * H + h) * 16
+    state = states_ptr + tl.load(slots_ptr + r) * state_stride + h * K * V
+    ring_u = ring_u_ptr + tl.load(rows_ptr + r) * ring_u_stride + h * V
+    # One tile of sums for each vector, reduced over its rows only at the end.
+    past = ()
+    for x in tl.static_range(2 * WIDTH):
+        past = past + (tl.zeros([PIECE, BLOCK], tl.float32),)
+    for start in tl.range(0, KEYS, PIECE, loop_unroll_factor=4):
+        kd = start + p
+        s = tl.load(state + kd[:, None] * V + vd[None, :], mask=(kd < K)[:, None] & (vd < V)[None, :], other=0.0)
+        s = s.to(tl.float32)
+        new = ()
+        for x in tl.static_range(2 * WIDTH):
+            vector_ptr = k_ptr + (first + x) * k_stride if x < WIDTH else q_ptr + (first + x - WIDTH) * q_stride
+            vector = tl.load(vector_ptr + j * K + kd, mask=kd < K, other=0.0).to(tl.float32)
+            new = new + (past[x] + s * vector[:, None],)
+        past = new
+    scaled = ()
+    for x in tl.static_range(2 * WIDTH):
+        scaled = scaled + (past[x] * tl.load(scales_ptr + head + (x if x < WIDTH else x - WIDTH + 8)),)
+    past = scaled
+    for start in range(0, num_ring, PIECE):
+        c = start + p
+        u = tl.load(
+            ring_u + c[:, None] * (H * V) + vd[None, :], mask=(c < num_ring)[:, None] & (vd < V)[None, :], other=0.0
+        )
+        new = ()
+        for x in tl.static_range(2 * WIDTH):
+            weights = tl.load(weights_ptr + (head + (x if x < WIDTH else x - WIDTH + 8)) * 64 + c)
+            new = new + (past[x] + u * weights[:, None],)
+        past = new
+    # Among themselves, token after token.
+    updates = ()
     for token in tl.static_range(WIDTH):
-        beta = tl.load(beta_ptr + (first + token) * beta_stride + h)
-        u = beta * tl.sum(tl.where((x == token)[:, None], rest, 0.0), 0)
-        rest -= tl.sum(tl.where((i == token)[None, :], among, 0.0), 1)[:, None] * u[None, :]
-        tl.store(ring_u + (num_ring + token) * (H * V) + vd, u, mask=(vd < V) & (token < num_new))
-    tl.store(
-        o_ptr + ((first + t)[:, None] * H + h) * V + vd[None, :], (-rest).to(o_ptr.dtype.element_ty),
-        mask=((t < WIDTH) & (x >= 8))[:, None] & (vd < V)[None, :],
-    )  # fmt: skip
-    if tl.program_id(0) == 0:
-        tl.store(ring_g + (num_ring + i) * H, g, mask=i < num_new)
-        if h % (H // J) == 0:
-            place = ring_k + (num_ring + t)[:, None] * (J * K) + kd[None, :]
-            mine = (kd < K)[None, :] & ((x < 8) & (t < num_new))[:, None]
-            tl.store(place, kq.to(ring_k_ptr.dtype.element_ty), mask=mine)
+        v = tl.load(v_ptr + (first + token) * v_stride + h * V + vd, mask=vd < V, other=0.0).to(tl.float32)
+        rest = v - tl.sum(past[token], 0)
+        o = tl.sum(past[WIDTH + token], 0)
+        for earlier in tl.static_range(token):
+            rest -= tl.load(among_ptr + (head + token) * 8 + earlier) * updates[earlier]
+            o += tl.load(among_ptr + (head + 8 + token) * 8 + earlier) * updates[earlier]
+        u_new = tl.load(beta_ptr + (first + token) * beta_stride + h) * rest
+        o += tl.load(among_ptr + (head + 8 + token) * 8 + token) * u_new
+        updates = updates + (u_new,)
+        tl.store(ring_u + (num_ring + token) * (H * V) + vd, u_new, mask=(vd < V) & (token < num_new))
+        o_place = o_ptr + ((first + token) * H + h) * V + vd
+        tl.store(o_place, o.to(o_ptr.dtype.element_ty), mask=vd < V)
 
 
 @triton.jit

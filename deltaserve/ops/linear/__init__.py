@@ -12,12 +12,13 @@ from torch import Tensor
 
 from deltaserve.ops.dispatch import choose
 from deltaserve.ops.linear import reference
-from deltaserve.ops.linear.native import Packed
+from deltaserve.ops.linear.native import Packed, Table
 from deltaserve.ops.linear.packed import Product, is_for_kernels, pack, swap
 
 __all__ = [
     "Packed",
     "Product",
+    "Table",
     "dequantize_fp8_block",
     "dequantize_fp8_channel",
     "dequantize_fp8_tensor",

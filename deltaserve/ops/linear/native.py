@@ -42,6 +42,27 @@ class Packed:
         return y_TO
 
 
+class Table:
+    """Rows of a weight [V, D], kept as narrow as it is exact. Calling it with ids gives float32 rows."""
+
+    __slots__ = ("_function", "data")
+
+    def __init__(self, weight_VD: Tensor) -> None:
+        dtype = torch.bfloat16 if is_exact(weight_VD, torch.bfloat16) else torch.float32
+        self.data = weight_VD.to(dtype).contiguous()
+        self._function = native.function("look_up")
+
+    def __call__(self, ids_T: Tensor) -> Tensor:
+        """int64 [T], each a row -> [T, D]."""
+        num_rows, width = self.data.shape
+        ids_T = ids_T.contiguous()
+        y_TD = torch.empty(len(ids_T), width)
+        table = (self.data.data_ptr(), KINDS[self.data.dtype], num_rows, width)
+        if self._function(*table, ids_T.data_ptr(), len(ids_T), y_TD.data_ptr(), torch.get_num_threads()):
+            raise IndexError(f"an id is not among the {num_rows} rows of the table")
+        return y_TD
+
+
 def is_exact(weight: Tensor, dtype: torch.dtype) -> bool:
     """True where no value of the weight changes when it is stored as `dtype`."""
     return all(bool((part.to(dtype).float() == part).all()) for part in weight)

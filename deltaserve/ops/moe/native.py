@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deltaserve.ops import native
 from deltaserve.ops.linear.native import LANES, Packed
-from deltaserve.ops.native.structs import Ffn, Matrix, begin
+from deltaserve.ops.native.structs import Ffn, Matrix, entry_arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class FeedForward:
         self, x_TD: Tensor, residual_TD: Tensor | None, scale_D: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
         x_TD = x_TD.contiguous()
-        entry, y_TD, total_TD = begin(x_TD, residual_TD, scale_D)
+        entry, y_TD, total_TD = entry_arguments(x_TD, residual_TD, scale_D)
         outputs = (total_TD.data_ptr(), y_TD.data_ptr())
         if self._function(self._ffn, len(x_TD), *entry, eps, *outputs, torch.get_num_threads()):
             raise MemoryError("no memory for a layer's scratch")

@@ -74,7 +74,7 @@ def experts(
     tuning: Tuning = Tuning(),
 ) -> Tensor:
     top_k = experts_Tk.shape[1]
-    blocks = sort_pairs(experts_Tk, gate_up_E2FD.shape[0], tuning)
+    blocks = sort_pairs(experts_Tk, gate_up_E2FD.shape[0], False, tuning)
     h_n2F = product(x_TD, None, gate_up_E2FD, None, blocks, top_k, tuning)
     y_nD = product(silu_mul(h_n2F), None, down_EDF, None, blocks, 1, tuning)
     return _sum(y_nD, weights_Tk, x_TD.dtype)
@@ -92,16 +92,16 @@ def experts_fp8(
 ) -> Tensor:
     """`experts` of float8_e4m3 weights with scales [E, ceil(rows / 128), ceil(columns / 128)] float32."""
     top_k = experts_Tk.shape[1]
-    blocks = sort_pairs(experts_Tk, gate_up_E2FD.shape[0], tuning)
+    blocks = sort_pairs(experts_Tk, gate_up_E2FD.shape[0], True, tuning)
     x8_TD, x_scale = quantize(x_TD)
     h_n2F = product(x8_TD, x_scale, gate_up_E2FD, gate_up_scale, blocks, top_k, tuning)
     y_nD = product(*silu_mul_quantize(h_n2F), down_EDF, down_scale, blocks, 1, tuning)
     return _sum(y_nD, weights_Tk, x_TD.dtype)
 
 
-def sort_pairs(experts_Tk: Tensor, num_experts: int, tuning: Tuning = Tuning()) -> Blocks:
+def sort_pairs(experts_Tk: Tensor, num_experts: int, is_fp8: bool, tuning: Tuning = Tuning()) -> Blocks:
     num_pairs, device = experts_Tk.numel(), experts_Tk.device
-    block = tuning.block or _block(num_pairs, num_experts)
+    block = tuning.block or _block(num_pairs, num_experts, is_fp8)
     most_blocks = num_pairs if num_pairs < num_experts else num_pairs // block + num_experts
     counts_E = torch.zeros(num_experts, dtype=torch.int32, device=device)
     rank_n = torch.empty(num_pairs, dtype=torch.int32, device=device)
@@ -145,16 +145,16 @@ def product(
         x_nI, weight, y, *scales, blocks.pairs, blocks.counts_E, blocks.first_E, blocks.experts_B,
         blocks.num_blocks, x_nI.stride(0), *weight_ENI.stride()[:2], *scale_strides,
         num_outputs, num_inputs, top_k, blocks.block, tile, step, swap, is_fp8, bulk,
-        "tf32x3" if x_nI.dtype == torch.float32 else "tf32", tuning.num_stages or (5 if is_few else 3),
-        num_warps=tuning.num_warps or (4 if is_few or blocks.block * tile <= 8192 else 8),
+        "tf32x3" if x_nI.dtype == torch.float32 else "tf32", tuning.num_stages or (5 if is_few else 4 if is_fp8 else 3),
+        num_warps=tuning.num_warps or (4 if blocks.block * tile <= 8192 else 8),
     )  # fmt: skip
     return y
 
 
-def _block(num_pairs: int, num_experts: int) -> int:
+def _block(num_pairs: int, num_experts: int, is_fp8: bool) -> int:
     """Pairs of a block, from how many an expert gets."""
     mean = num_pairs / num_experts
-    return 16 if mean <= 12 else 64 if mean <= 96 else 128
+    return 16 if mean <= 12 else 64 if is_fp8 or mean <= 96 else 128
 
 
 def _sum(y_nD: Tensor, weights_Tk: Tensor, dtype: torch.dtype) -> Tensor:

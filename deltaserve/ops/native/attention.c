@@ -122,10 +122,12 @@ static void attend(const struct attention_sizes *s, const struct page_pool *pool
     }
     for (long c = 0; c < used; c++) {
         float *to = x->o + c / group * x->o_stride + c % group * D;
-        for (long d = 0; d < D; d++) to[d] = o[c * D + d] / at.total[c];
-        if (x->gate) {
-            const float *gate = x->gate + c / group * x->q_stride + c % group * x->q_head_stride;
-            for (long d = 0; d < D; d++) to[d] /= 1.0f + expf(-gate[d]);
+        const float *gate = x->gate ? x->gate + c / group * x->q_stride + c % group * x->q_head_stride : NULL;
+        for (long d = 0; d < D; d += LANES) {
+            long some = min_of(LANES, D - d);
+            vec y = load_some(o + c * D + d, some) / at.total[c];
+            if (gate) y *= sigmoid_of(load_some(gate + d, some));
+            store_some(to + d, y, some);
         }
     }
 }

@@ -33,20 +33,19 @@ struct ffn_work {
 
 /* ---- routing ------------------------------------------------------------------------------------------------- */
 
-/* The likeliest experts of one token, equal logits to the lower id; their weights. Logits taken become -inf. */
-static void route(float *logits, long num_experts, long top_k, int renormalize, float *weights, int64_t *ids) {
-    float peak = -INFINITY, total = 0;
-    for (long k = 0; k < top_k; k++) {
-        long best = -1;
-        for (long e = 0; e < num_experts; e++) {
-            int is_taken = 0;
-            for (long i = 0; i < k; i++) is_taken |= ids[i] == e;
-            if (!is_taken && (best < 0 || logits[e] > logits[best] || (logits[e] != logits[e] && logits[best] == logits[best])))
-                best = e;
-        }
-        ids[k] = best;
+/* NaN comes before every number, so that it is chosen and shows. */
+static int is_likelier(float a, float b) { return a > b || (a != a && b == b); }
+
+/* The likeliest experts of one token, equal logits to the lower id; their weights. */
+static void route(const float *logits, long num_experts, long top_k, int renormalize, float *weights, int64_t *ids) {
+    float total = 0;
+    for (long e = 0, found = 0; e < num_experts; e++) {
+        if (found == top_k && !is_likelier(logits[e], logits[ids[top_k - 1]])) continue;
+        long place = found < top_k ? found++ : top_k - 1;
+        for (; place > 0 && is_likelier(logits[e], logits[ids[place - 1]]); place--) ids[place] = ids[place - 1];
+        ids[place] = e;
     }
-    peak = logits[ids[0]];
+    float peak = logits[ids[0]];
     if (renormalize)
         for (long k = 0; k < top_k; k++) total += expf(logits[ids[k]] - peak);
     else

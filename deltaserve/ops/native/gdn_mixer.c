@@ -44,18 +44,14 @@ static void sections_of(const struct gdn_sizes *s, long j, struct section sectio
 /* silu of the convolution of one token on the head's channels, q k v side by side in y. */
 static void convolve(const struct mixer_work *work, const struct section sections[3], const float *const inputs[],
                      float *y) {
-    long taps = work->layer->taps;
     for (int part = 0; part < 3; part++) {
-        long first = sections[part].first, count = sections[part].count;
-        const float *weight = work->layer->conv + first;
-        for (long c = 0; c < count; c++) y[c] = inputs[0][first + c] * weight[c];
-        for (long tap = 1; tap < taps; tap++)
-            for (long c = 0; c < count; c++) y[c] += inputs[tap][first + c] * weight[tap * work->C + c];
-        long c = 0;
-        for (; c + LANES <= count; c += LANES) store(y + c, silu_of(load(y + c)));
-        if (c < count) {
-            vec rest = silu_of(load_part(y + c, count - c));
-            memcpy(y + c, &rest, (size_t)(count - c) * sizeof(float));
+        long count = sections[part].count;
+        for (long c = 0; c < count; c += LANES) {
+            long at = sections[part].first + c, some = min_of(LANES, count - c);
+            vec sum = {0};
+            for (long tap = 0; tap < work->layer->taps; tap++)
+                sum += load_some(inputs[tap] + at, some) * load_some(work->layer->conv + tap * work->C + at, some);
+            store_some(y + c, silu_of(sum), some);
         }
         y += count;
     }
@@ -92,9 +88,10 @@ static void gated_norm(const struct mixer_work *work, long j, long token) {
     float *y = work->mixed + token * s->value_heads * V + first;
     for (long i = 0; i < group_of(s); i++, y += V, z += V) {
         norm_row(y, work->layer->norm, (float)work->layer->eps, V, y);
-        long d = 0;
-        for (; d + LANES <= V; d += LANES) store(y + d, load(y + d) * silu_of(load(z + d)));
-        for (; d < V; d++) y[d] *= z[d] / (1.0f + expf(-z[d]));
+        for (long d = 0; d < V; d += LANES) {
+            long some = min_of(LANES, V - d);
+            store_some(y + d, load_some(y + d, some) * silu_of(load_some(z + d, some)), some);
+        }
     }
 }
 

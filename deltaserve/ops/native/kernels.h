@@ -35,6 +35,13 @@ INLINE vec load_part(const float *at, long n) {
 INLINE vec load(const float *at) { return *(const vec *)at; }
 INLINE void store(float *at, vec x) { *(vec *)at = x; }
 
+/* A whole vector, or the part of one at the end of a row. */
+INLINE vec load_some(const float *at, long n) { return n == LANES ? load(at) : load_part(at, n); }
+INLINE void store_some(float *at, vec x, long n) {
+    if (n == LANES) store(at, x);
+    else memcpy(at, &x, (size_t)n * sizeof(float));
+}
+
 INLINE vec choose(bits mask, vec yes, vec no) { return (vec)((mask & (bits)yes) | (~mask & (bits)no)); }
 INLINE vec larger(vec a, vec b) { return choose((bits)(a > b), a, b); }
 
@@ -106,7 +113,7 @@ void block_product(const struct matrix *w, long block, long M, const float *x, l
 
 /* y = w x for M rows, as items that threads share: a block of outputs for up to ROWS_PER_ITEM rows each. y may be exactly
  * `outs` wide. */
-enum { ROWS_PER_ITEM = 96 };
+enum { ROWS_PER_ITEM = 192 };
 struct linear {
     const struct matrix *w;
     long M;

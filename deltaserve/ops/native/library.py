@@ -23,7 +23,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 COMPILERS = ("cc", "gcc", "clang")
-FLAGS = ("-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fno-semantic-interposition", "-fPIC", "-pthread")
+FLAGS = (
+    "-O3",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-semantic-interposition",
+    "-fPIC",
+    "-pthread",
+)
 TARGETS = ("-march=native", "-mcpu=native")  # the first that the compiler takes, else none
 SOURCES = Path(__file__).parent
 TIMEOUT_S = 120
@@ -34,6 +42,7 @@ _P, _N, _F, _D = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_double
 # Arguments of the exported functions, as their definitions give them. All return 0, or 1 without memory.
 SIGNATURES = {
     "linear": (_P, _N, _P, _P, _N),
+    "look_up": (_P, _N, _N, _N, _P, _N, _P, _N),
     "norm": (_P, _P, _P, _F, _N, _N, _P, _P, _N),
     "cos_sin": (_P, _P, _D, _N, _N, _P, _P),
     "gdn_extend": (_P,) * 9 + (_N,),

@@ -37,13 +37,15 @@ int deltaserve_linear(const struct matrix *w, long M, const float *x, float *y, 
 
 void norm_row(const float *x, const float *scale, float eps, long D, float *y) {
     vec sums = {0};
-    long d = 0;
-    for (; d + LANES <= D; d += LANES) sums += load(x + d) * load(x + d);
-    vec rest = load_part(x + d, D - d);
-    sums += rest * rest;
+    for (long d = 0; d < D; d += LANES) {
+        vec part = load_some(x + d, min_of(LANES, D - d));
+        sums += part * part;
+    }
     float factor = 1.0f / sqrtf(sum_of(sums) / (float)D + eps);
-    for (d = 0; d + LANES <= D; d += LANES) store(y + d, load(x + d) * factor * load(scale + d));
-    for (; d < D; d++) y[d] = x[d] * factor * scale[d];
+    for (long d = 0; d < D; d += LANES) {
+        long some = min_of(LANES, D - d);
+        store_some(y + d, load_some(x + d, some) * factor * load_some(scale + d, some), some);
+    }
 }
 
 void entry_item(const void *argument, long item, float *scratch) {
@@ -71,6 +73,37 @@ int deltaserve_norm(const float *x, const float *residual, const float *scale, f
                     float *y, long num_threads) {
     struct entry entry = {x, residual, scale, eps, T, D, total, y};
     run(T <= NORM_ROWS ? 1 : num_threads, norm_body, &entry);
+    return 0;
+}
+
+struct table {
+    const char *data;
+    long kind, D;
+    const int64_t *ids;
+    long T;
+    float *y;
+};
+
+static void table_item(const void *argument, long item, float *scratch) {
+    const struct table *table = argument;
+    long D = table->D, bytes = D * (table->kind == FLOAT32 ? 4 : 2);
+    (void)scratch;
+    for (long t = item * NORM_ROWS; t < min_of(table->T, (item + 1) * NORM_ROWS); t++)
+        widen(table->data + table->ids[t] * bytes, table->kind, D, table->y + t * D);
+}
+
+static void table_body(const void *table, struct team *team, long thread) {
+    (void)thread;
+    share(team, 0, (((const struct table *)table)->T + NORM_ROWS - 1) / NORM_ROWS, table_item, table, NULL);
+}
+
+/* y [T, D] = rows `ids` of a table [V, D] of float32 or bfloat16. Returns 2 if an id is not of the table. */
+int deltaserve_look_up(const void *data, long kind, long V, long D, const int64_t *ids, long T, float *y,
+                       long num_threads) {
+    struct table table = {data, kind, D, ids, T, y};
+    for (long t = 0; t < T; t++)
+        if (ids[t] < 0 || ids[t] >= V) return 2;
+    run(T <= NORM_ROWS ? 1 : num_threads, table_body, &table);
     return 0;
 }
 

@@ -6,7 +6,7 @@ A structure holds addresses only: whoever makes one keeps the tensors it points 
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
+from ctypes import Structure, c_double, c_float, c_int64, c_void_p
 from dataclasses import dataclass
 
 import torch
@@ -129,14 +129,16 @@ def _prefill(rows: PrefillRows) -> Made:
     offsets, starts = (torch.tensor(x, dtype=torch.int64) for x in (rows.offsets, rows.starts))
     cuts = torch.tensor(rows.cuts, dtype=torch.int64)
     struct = _PrefillRows(rows.num_rows, num_cuts=len(rows.cuts), cuts=cuts.data_ptr())
-    made = _rows(struct, (offsets, starts, rows.rows_R, rows.slots_in_R, rows.page_table_RP), rows.page_table_RP.shape[1])
+    made = _rows(
+        struct, (offsets, starts, rows.rows_R, rows.slots_in_R, rows.page_table_RP), rows.page_table_RP.shape[1]
+    )
     return Made(made.struct, (*made.kept, cuts), made.argument)
 
 
 def _rows(struct: Structure, tensors: tuple[Tensor, ...], max_pages: int) -> Made:
     """Fill the pointers of `struct`, which follow one another in the order of `tensors`."""
     kept = tuple(tensor.contiguous() for tensor in tensors)
-    pointers = [name for name, kind in struct._fields_ if kind is c_void_p and name != "cuts"]
+    pointers = [field[0] for field in struct._fields_ if field[1] is c_void_p and field[0] != "cuts"]
     for name, tensor in zip(pointers, kept, strict=True):
         assert tensor.dtype == torch.int64, (name, tensor.dtype)
         setattr(struct, name, tensor.data_ptr())
@@ -144,7 +146,7 @@ def _rows(struct: Structure, tensors: tuple[Tensor, ...], max_pages: int) -> Mad
     return Made(struct, kept, ctypes.byref(struct))
 
 
-def begin(
+def entry_arguments(
     x_TD: Tensor, residual_TD: Tensor | None, scale_D: Tensor | None
 ) -> tuple[tuple[int, int | None, int | None], Tensor, Tensor]:
     """How half a layer begins (`struct entry`): arguments x, residual and scale, then a fresh y and total.

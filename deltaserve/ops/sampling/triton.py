@@ -74,7 +74,7 @@ def launch(logits_NV: Tensor, table_N5: Tensor | None, has_rules: bool) -> Tenso
     width, stride = triton.next_power_of_2(parts), logits_NV.stride(0)
     _peaks[(parts, num_rows)](logits_NV, peaks_NS, stride, vocab, PART, BLOCK)
     if has_rules:
-        _limits[(num_rows,)](logits_NV, peaks_NS, table, limits_N2, stride, vocab, parts, width, 4096, num_warps=16)
+        _limits[(num_rows,)](logits_NV, peaks_NS, table, limits_N2, stride, vocab, parts, width, 8192, num_warps=32)
     _draw[(parts, num_rows)](
         logits_NV, peaks_NS, table, limits_N2, best_NS, place_NS, stride, vocab, parts, width, PART, BLOCK,
         is_greedy, has_rules,

@@ -6,10 +6,11 @@ served from another's pages in its answer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deltaserve.core.types import BLOCK
-from deltaserve.verify.ask import Ask, greedy
+from deltaserve.verify.ask import Answer, Ask, greedy
 from deltaserve.verify.book import Book, SkippedError
 from deltaserve.verify.lab import Lab, check_diversity
 from deltaserve.verify.target import AS_IT_IS, Counters, Setup, Tally, Traffic
@@ -33,32 +34,46 @@ class Peak:
 
 
 def check_residency(lab: Lab, book: Book) -> None:
-    """An engine gets exactly the pages it needs; of a server's pages nine in ten are filled, as far as rows allow."""
+    """An engine gets hardly more pages than it needs; a server as many and as long contexts as it has room for."""
     length = min(FEW_CONTEXT_TOKENS if lab.is_quick else CONTEXT_TOKENS, lab.limit(NUM_TOKENS))
-    each = -(-(length + NUM_TOKENS) // BLOCK)
-    setup = Setup(rows=NUM_CONTEXTS, num_pages=NUM_CONTEXTS * (each + 1)) if lab.is_engine else AS_IT_IS
+    setup = Setup(rows=NUM_CONTEXTS, num_pages=NUM_CONTEXTS * _pages_for(length)) if lab.is_engine else AS_IT_IS
     peak = Peak()
     with lab.session(setup) as session:
-        num_pages = int(session.counters()["num_pages"])
-        if num_pages < NUM_CONTEXTS * (each + 1):
-            length = (num_pages // NUM_CONTEXTS - 1) * BLOCK - NUM_TOKENS
-            if length < BLOCK:
-                raise SkippedError(f"{num_pages} pages are too few for {NUM_CONTEXTS} contexts")
-        asks = [_ask(lab, length - index) for index in range(NUM_CONTEXTS)]
+        counters = session.counters()
+        num_pages = int(counters["num_pages"])
+        num_contexts = min(NUM_CONTEXTS, _num_rows(counters))
+        length = min(length, (num_pages // num_contexts - 1) * BLOCK - NUM_TOKENS)
+        if length < BLOCK:
+            raise SkippedError(f"{num_pages} pages are too few for {num_contexts} contexts")
+        asks = [_ask(lab, length - index) for index in range(num_contexts)]
         tally = Tally(session)
         answers = session.ask(asks, Traffic(watch=peak.watch))
         num_preemptions = tally.count("num_preemptions")
+    _judge(book, asks, answers, num_preemptions)
+    book.event("contexts that ran at the same time", peak.num_running, at_least=num_contexts)
+    share = f"{peak.num_pages / num_pages:.0%}"
+    book.note(
+        f"{num_contexts} contexts of {length:,} tokens; at most {peak.num_pages:,} of {num_pages:,} pages ({share})"
+    )
+
+
+def _judge(book: Book, asks: Sequence[Ask], answers: Sequence[Answer], num_preemptions: int) -> None:
     for index, answer in enumerate(answers):
         is_complete = answer.error is None and len(answer.token_ids) == NUM_TOKENS
         detail = answer.error or f"{len(answer.token_ids)} of {NUM_TOKENS} tokens"
         book.expect(f"context {index} of {len(asks[index].prompt_ids):,} tokens", is_complete, detail)
     check_diversity(book, "contexts", answers)
     book.expect("no preemption", num_preemptions == 0, f"{num_preemptions} preemptions")
-    book.event("contexts that ran at the same time", peak.num_running, at_least=NUM_CONTEXTS)
-    share = f"{peak.num_pages / num_pages:.0%}"
-    book.note(
-        f"{NUM_CONTEXTS} contexts of {length:,} tokens; at most {peak.num_pages:,} of {num_pages:,} pages ({share})"
-    )
+
+
+def _pages_for(length: int) -> int:
+    """Of one context with its answer, and one more."""
+    return -(-(length + NUM_TOKENS) // BLOCK) + 1
+
+
+def _num_rows(counters: Counters) -> int:
+    """Two slots are each row's; the others are the cache's."""
+    return max(1, int(counters["num_slots"] - counters.get("num_snapshots", 0)) // 2)
 
 
 def _ask(lab: Lab, length: int) -> Ask:
