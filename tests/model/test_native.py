@@ -53,7 +53,7 @@ def test_prepared_models_equal_the_oracle(kind: str, num_tokens: int, tmp_path: 
 
 
 class Twins:
-    """The same checkpoint on the kernels and on the references; each step runs on both, and its outputs are compared."""
+    """The same checkpoint on the kernels and on the references: each step runs on both and its outputs are compared."""
 
     def __init__(self, directory: Path, caches: dict[str, torch.dtype]) -> None:
         self.runs = [self._run(directory, force, caches) for force in ("native", "reference")]

@@ -6,7 +6,7 @@ A structure holds addresses only: whoever makes one keeps the tensors it points 
 from __future__ import annotations
 
 import ctypes
-from ctypes import Structure, c_double, c_float, c_int64, c_void_p
+from ctypes import Structure, c_double, c_int64, c_void_p
 from dataclasses import dataclass
 
 import torch

@@ -152,7 +152,7 @@ class ReasoningSplitter:
         if start == len(text) or starts_with_part(text, start, (FUNCTION,)):
             return None
         if text.startswith("{", start):
-            found = _JSON_NAME.match(text, start)
+            found = _JSON_NAME.match(text, start, start + MAX_JSON_NAME)
             return found[1] in self._names if found else None if len(text) - start < MAX_JSON_NAME else False
         header = read_header(text, start, FUNCTION) if text.startswith(FUNCTION, start) else None
         return None if header is not None and not header.size else header is not None and header.name in self._names

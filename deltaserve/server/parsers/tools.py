@@ -43,7 +43,7 @@ class Tool:
     def types(self, parameter: str) -> frozenset[str]:
         """The JSON types that a parameter may have; empty where nothing is said."""
         properties, rest = self._properties, self.schema.get("additionalProperties")
-        return frozenset(_types(properties.get(parameter, rest), self.schema, MAX_DEPTH))
+        return frozenset(_Types(self.schema).of(properties.get(parameter, rest), MAX_DEPTH))
 
     def may_follow(self, parameter: str, given: Iterable[str]) -> bool:
         """Whether a parameter of this name is still to come, after those `given`."""
@@ -104,24 +104,33 @@ READERS = (
 )
 
 
-def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
-    if not isinstance(schema, dict) or not depth:
-        return set()
-    named = schema.get("type")
-    names = named if isinstance(named, list) else [named]
-    found = {TYPE_NAMES.get(name.lower(), "string") for name in names if isinstance(name, str)}
-    if found:
-        return found | ({"null"} if schema.get("nullable") is True else set())
-    for inner in _alternatives(schema, root):
-        found |= _types(inner, root, depth - 1)
-    return found or _implied(schema)
+class _Types:
+    """Follows each `$ref` once, so that no schema takes long."""
 
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._followed: set[str] = set()
 
-def _alternatives(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[Any]:
-    lists = [schema.get(name) for name in ("anyOf", "oneOf", "allOf")]
-    inner = [item for alternatives in lists if isinstance(alternatives, list) for item in alternatives]
-    reference = schema.get("$ref")
-    return [*inner, _resolve(reference, root)] if isinstance(reference, str) else inner
+    def of(self, schema: Any, depth: int) -> set[str]:
+        if not isinstance(schema, dict) or not depth:
+            return set()
+        named = schema.get("type")
+        names = named if isinstance(named, list) else [named]
+        found = {TYPE_NAMES.get(name.lower(), "string") for name in names if isinstance(name, str)}
+        if not found:
+            for inner in self._alternatives(schema):
+                found |= self.of(inner, depth - 1)
+        found = found or _implied(schema)
+        return found | {"null"} if found and schema.get("nullable") is True else found
+
+    def _alternatives(self, schema: Mapping[str, Any]) -> list[Any]:
+        lists = [schema.get(name) for name in ("anyOf", "oneOf", "allOf")]
+        inner = [item for alternatives in lists if isinstance(alternatives, list) for item in alternatives]
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference not in self._followed:
+            self._followed.add(reference)
+            inner.append(_resolve(reference, self._root))
+        return inner
 
 
 def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
