@@ -1,10 +1,10 @@
 """Times the Triton kernels at the published shapes beside what the card allows; called by scripts/gpu.
 
-    python scripts/kernels.py [--only WORD] [--variants] [--output FILE.json]
+    python scripts/kernels.py [--only SECTION ...] [--output FILE.json]
 
 A case is run as a CUDA graph of calls on several sets of inputs, together larger than the level-2 cache; the figure is
 the median of the replays. Its floor is the bytes it must move over 4.3 TB/s, or its operations over the measured rate
-of the unit that does them, whichever is longer. --variants adds other launch parameters than the default ones.
+of the unit that does them, whichever is longer.
 """
 
 from __future__ import annotations
@@ -129,17 +129,17 @@ def gdn_pools(slots: int, rows: int, heads: int, layers: int = 1) -> tuple[Tenso
     )
 
 
-def gdn_extend(rows: int, width: int, heads: int, **tuning: int) -> Case:
+def gdn_extend(rows: int, width: int, heads: int) -> Case:
     ring_bytes = 31 * (heads * 128 * 4 + 16 * 128 * 2 + heads * 4)
 
     def make(_: int) -> Call:
         inputs, pools = gdn_inputs(rows * width, heads), gdn_pools(rows + 1, rows, heads)
         step = extend_rows(rows, 31 + width, width)
         layer = [pool[:, 0] for pool in pools]
-        return partial(gdn.extend, *inputs, *layer, step, **tuning)
+        return partial(gdn.extend, *inputs, *layer, step)
 
     num_bytes = rows * (heads * 128 * 128 * 4 + ring_bytes + width * heads * 128 * 10)
-    shape = f"{rows} rows of {width}, {heads} heads, ring 31{_text(tuning)}"
+    shape = f"{rows} rows of {width}, {heads} heads, ring 31"
     return Case("gdn.extend", shape, make, num_bytes, 4 * width * rows * heads * 128 * 160, FLOAT32)
 
 
@@ -151,47 +151,41 @@ def gdn_fold(rows: int, layers: int, heads: int) -> Case:
     return Case("gdn.fold", f"{rows} rows, {layers} layers, {heads} heads", make, num_bytes, most_sets=2)
 
 
-def gdn_prefill(lengths: list[int], heads: int, **tuning: int) -> Case:
+def gdn_prefill(lengths: list[int], heads: int) -> Case:
     tokens = sum(lengths)
 
     def make(_: int) -> Call:
         inputs, pools = gdn_inputs(tokens, heads), gdn_pools(len(lengths) + 4, len(lengths), heads)
         cuts = tuple((row, n // 64 * 64, len(lengths)) for row, n in enumerate(lengths[:1]))
         layer = [pool[:, 0] for pool in pools]
-        return partial(gdn.prefill, *inputs, *layer, prefill_rows(lengths, cuts=cuts), **tuning)
+        return partial(gdn.prefill, *inputs, *layer, prefill_rows(lengths, cuts=cuts))
 
     num_bytes = tokens * (2 * 16 * 128 + 2 * heads * 128) * 2
-    shape = f"{len(lengths)} rows, {tokens} tokens, {heads} heads{_text(tuning)}"
+    shape = f"{len(lengths)} rows, {tokens} tokens, {heads} heads"
     return Case("gdn.prefill", shape, make, num_bytes, 6 * 128 * 128 * heads * tokens, most_sets=2)
 
 
-def attention_extend(
-    rows: int, context: int, width: int, heads: int, dtype: torch.dtype, tuning: attention.Tuning = attention.Tuning()
-) -> Case:
+def attention_extend(rows: int, context: int, width: int, heads: int, dtype: torch.dtype) -> Case:
     num_pages = context // 64
 
     def make(_: int) -> Call:
         pages = randn(1 + rows * num_pages, 1, 2, 2, 64, 256).to(dtype)
         q = randn(rows * width, heads, 256)
-        return partial(
-            attention.extend, q, pages[:, 0], extend_rows(rows, context, width, num_pages), 1 / 16, tuning=tuning
-        )
+        return partial(attention.extend, q, pages[:, 0], extend_rows(rows, context, width, num_pages), 1 / 16)
 
-    shape = f"{rows} rows of {width} on {context}, {heads}/2 heads, {_name(dtype)}{_text_of(tuning)}"
+    shape = f"{rows} rows of {width} on {context}, {heads}/2 heads, {_name(dtype)}"
     num_bytes = rows * context * 2 * 2 * 256 * dtype.itemsize
     return Case("attention.extend", shape, make, num_bytes, 4.0 * rows * width * context * heads * 256, most_sets=1)
 
 
-def attention_prefill(
-    length: int, context: int, heads: int, dtype: torch.dtype, tuning: attention.Tuning = attention.Tuning()
-) -> Case:
+def attention_prefill(length: int, context: int, heads: int, dtype: torch.dtype) -> Case:
     def make(_: int) -> Call:
         pages = randn(2 + context // 64, 1, 2, 2, 64, 256).to(dtype)
         rows = prefill_rows([length], start=context - length)
-        return partial(attention.prefill, randn(length, heads, 256), pages[:, 0], rows, 1 / 16, tuning=tuning)
+        return partial(attention.prefill, randn(length, heads, 256), pages[:, 0], rows, 1 / 16)
 
     pairs = length * (context - length) + length * (length + 1) / 2
-    shape = f"{length} tokens on {context}, {heads}/2 heads, {_name(dtype)}{_text_of(tuning)}"
+    shape = f"{length} tokens on {context}, {heads}/2 heads, {_name(dtype)}"
     return Case("attention.prefill", shape, make, context * 2048, 4.0 * pairs * heads * 256, most_sets=1)
 
 
@@ -216,7 +210,7 @@ class Moe:
         scales = [(experts, -(-w.shape[1] // 128), -(-w.shape[2] // 128)) for w in (self.gate_up, self.down)]
         self.scales = [torch.full(shape, 0.02, device="cuda") for shape in scales]
 
-    def case(self, tokens: int, tuning: moe.Tuning = moe.Tuning()) -> Case:
+    def case(self, tokens: int) -> Case:
         torch.manual_seed(tokens)
         touched = torch.rand(tokens, self.experts).topk(self.top_k).indices.unique().numel()
 
@@ -225,75 +219,68 @@ class Moe:
             chosen = torch.rand(tokens, self.experts).topk(self.top_k).indices.cuda()
             weights, x = torch.full((tokens, self.top_k), 1 / self.top_k, device="cuda"), randn(tokens, self.width)
             if not self.is_fp8:
-                return partial(moe.experts, x, weights, chosen, self.gate_up, self.down, tuning)
+                return partial(moe.experts, x, weights, chosen, self.gate_up, self.down)
             up, down = self.scales
-            return partial(moe.experts_fp8, x, weights, chosen, self.gate_up, up, self.down, down, tuning)
+            return partial(moe.experts_fp8, x, weights, chosen, self.gate_up, up, self.down, down)
 
         size = 1 if self.is_fp8 else 2
         num_bytes = touched * 3 * self.width * self.ffn * size + tokens * self.width * 4
         ops = 6.0 * tokens * self.top_k * self.width * self.ffn
-        shape = f"{self.name}, {tokens} tokens, {touched} experts touched{_text_of(tuning)}"
+        shape = f"{self.name}, {tokens} tokens, {touched} experts touched"
         return Case("moe.experts", shape, make, num_bytes, ops, FP8 if self.is_fp8 else BF16, most_sets=6)
 
 
-def dense(tokens: int, outputs: int, inputs: int, **tuning: int) -> Case:
+def dense(tokens: int, outputs: int, inputs: int) -> Case:
     def make(_: int) -> Call:
         weight, scale = randn(outputs, inputs, dtype=torch.float8_e4m3fn), torch.ones(outputs // 128, inputs // 128)
-        return partial(triton_fp8.linear_fp8, randn(tokens, inputs), weight, scale.cuda(), **tuning)
+        return partial(triton_fp8.linear_fp8, randn(tokens, inputs), weight, scale.cuda())
 
     num_bytes = outputs * inputs + tokens * (2 * inputs + 2 * outputs)
-    shape = f"{tokens} x {inputs} -> {outputs}{_text(tuning)}"
+    shape = f"{tokens} x {inputs} -> {outputs}"
     return Case("linear.fp8", shape, make, num_bytes, 2.0 * tokens * outputs * inputs, FP8)
 
 
-def small_cases(variants: bool) -> Iterator[Case]:
-    for tokens in (32, 8192):
-        x_bytes = tokens * 3072 * 2
-        scale, head_scale = torch.ones(3072, device="cuda"), torch.ones(128, device="cuda")
-        cos, sin = torch.rand(2, tokens, 32, device="cuda")
-        yield Case(
-            "norm.add_rms_norm", f"{tokens} x 3072",
-            lambda _, t=tokens, s=scale: partial(norm.add_rms_norm, randn(t, 3072), randn(t, 3072), s, 1e-6), 4 * x_bytes,
-        )  # fmt: skip
-        yield Case(
-            "norm.gated_rms_norm", f"{tokens} x 64 x 128",
-            lambda _, t=tokens, s=head_scale: partial(norm.gated_rms_norm, randn(t, 64, 128), randn(t, 64, 128), s, 1e-6),
-            tokens * 64 * 128 * 6,
-        )  # fmt: skip
-        yield Case(
-            "rope.norm_rope", f"{tokens} x 32 x 256",
-            lambda _, t=tokens, c=cos, s=sin: partial(
-                rope.norm_rope, randn(t, 32, 256), torch.ones(256, device="cuda"), 1e-6, c, s
+def small_cases() -> Iterator[Case]:
+    ones = partial(torch.ones, device="cuda")
+    for t in (32, 8192):
+        cos, sin = torch.rand(2, t, 32, device="cuda")
+        cases: list[tuple[str, str, Callable[[], Call], float]] = [
+            (
+                "norm.add_rms_norm",
+                "3072",
+                lambda t=t: partial(norm.add_rms_norm, *rows_of(2, t, 3072), ones(3072), 1e-6),
+                24576,
             ),
-            tokens * 32 * 256 * 4,
-        )  # fmt: skip
-        yield Case("gdn.normalize", f"{tokens} x 16 x 128",
-            lambda _, t=tokens: partial(gdn.normalize, randn(t, 16, 128), randn(t, 16, 128)), tokens * 16 * 128 * 8)  # fmt: skip
-        yield Case("gdn.gates", f"{tokens} x 64",
-            lambda _, t=tokens: partial(gdn.gates, randn(t, 64), randn(t, 64), torch.ones(64, device="cuda"), torch.ones(64, device="cuda")),
-            tokens * 64 * 12)  # fmt: skip
-        yield Case(
-            "linear.silu_mul",
-            f"{tokens} x 2048",
-            lambda _, t=tokens: partial(linear.silu_mul, randn(t, 2048)),
-            tokens * 6144,
-        )
-        yield Case(
-            "linear.quantize",
-            f"{tokens} x 3072",
-            lambda _, t=tokens: partial(linear.quantize, randn(t, 3072)),
-            tokens * 9312,
-        )
-        yield Case(
-            "moe.route", f"{tokens} x 256", lambda _, t=tokens: partial(moe.route, randn(t, 256), 8, True), tokens * 608
-        )
+            (
+                "norm.gated_rms_norm",
+                "64 x 128",
+                lambda t=t: partial(norm.gated_rms_norm, *rows_of(2, t, 64, 128), ones(128), 1e-6),
+                49152,
+            ),
+            (
+                "rope.norm_rope",
+                "32 x 256",
+                lambda t=t, c=cos, s=sin: partial(rope.norm_rope, randn(t, 32, 256), ones(256), 1e-6, c, s),
+                32768,
+            ),
+            ("gdn.normalize", "16 x 128", lambda t=t: partial(gdn.normalize, *rows_of(2, t, 16, 128)), 16384),
+            ("gdn.gates", "64", lambda t=t: partial(gdn.gates, *rows_of(2, t, 64), ones(64), ones(64)), 768),
+            ("linear.silu_mul", "2048", lambda t=t: partial(linear.silu_mul, randn(t, 2048)), 6144),
+            ("linear.quantize", "3072", lambda t=t: partial(linear.quantize, randn(t, 3072)), 9312),
+            ("moe.route", "256", lambda t=t: partial(moe.route, randn(t, 256), 8, True), 608),
+        ]
+        for name, shape, make, token_bytes in cases:
+            yield Case(name, f"{t} x {shape}", lambda _, make=make: make(), t * token_bytes)
     yield Case("conv.prefill", "8192 x 12288", _conv_prefill, 8192 * 12288 * 4)
     for width in (1, 4):
-        yield Case(
-            "conv.extend", f"32 rows of {width} x 12288", partial(_conv_extend, width), 32 * 12288 * 2 * (3 + 3 * width)
-        )
+        moved = 32 * 12288 * 2 * (3 + 3 * width)
+        yield Case("conv.extend", f"32 rows of {width} x 12288", partial(_conv_extend, width), moved)
     for name, has_rules in (("greedy", None), ("any", False), ("top_k 20, top_p 0.95", True)):
         yield Case("sampling", f"32 x 248320, {name}", partial(_sampling, has_rules), 32 * 248320 * 4, most_sets=4)
+
+
+def rows_of(count: int, *shape: int) -> list[Tensor]:
+    return [randn(*shape) for _ in range(count)]
 
 
 def _conv_prefill(_: int) -> Call:
@@ -317,100 +304,59 @@ def _sampling(has_rules: bool | None, _: int) -> Call:
     return partial(sampling.launch, logits, table, has_rules)
 
 
-def gdn_extend_cases(variants: bool) -> Iterator[Case]:
+def gdn_extend_cases() -> Iterator[Case]:
     for heads in (64, 32):
         for rows in (1, 32, 128):
             for width in (1, 4, 8):
                 yield gdn_extend(rows, width, heads)
-    if variants:
-        for width, rows in ((1, 32), (4, 32), (1, 1)):
-            for block, warps in ((32, 2), (32, 4), (64, 2), (64, 4), (128, 4), (128, 8)):
-                for piece in (8, 16):
-                    yield gdn_extend(rows, width, 64, block=block, num_warps=warps, piece=piece)
 
 
-def gdn_fold_cases(variants: bool) -> Iterator[Case]:
+def gdn_fold_cases() -> Iterator[Case]:
     yield gdn_fold(8, 36, 64)
     yield gdn_fold(1, 36, 64)
 
 
-def gdn_prefill_cases(variants: bool) -> Iterator[Case]:
+def gdn_prefill_cases() -> Iterator[Case]:
     for heads in (64, 32):
         for lengths in ([8192], [1024] * 8):
             yield gdn_prefill(lengths, heads)
     yield gdn_prefill([65536], 64)
-    if variants:
-        for operands in (0, 1):
-            for block, warps in ((32, 4), (16, 4), (64, 4), (64, 8), (128, 8)):
-                for stages in (2, 3):
-                    yield gdn_prefill([8192], 64, operands=operands, block=block, num_warps=warps, num_stages=stages)
-        yield gdn_prefill([8192], 64, prepare_warps=8)
 
 
-def attention_extend_cases(variants: bool) -> Iterator[Case]:
+def attention_extend_cases() -> Iterator[Case]:
     kinds = (torch.bfloat16, torch.float8_e4m3fn)
     for dtype in kinds:
         for width in (1, 4):
             yield attention_extend(32, 65536, width, 32, dtype)
     yield attention_extend(1, 8192, 1, 32, torch.bfloat16)
     yield attention_extend(1, 65536, 4, 32, torch.bfloat16)
-    if variants:
-        for parts in (4, 8, 16):
-            for warps, stages in ((4, 3), (8, 3), (4, 2)):
-                for width in (1, 4):
-                    tuning = attention.Tuning(parts=parts, num_warps=warps, num_stages=stages)
-                    for dtype in kinds:
-                        yield attention_extend(32, 65536, width, 32, dtype, tuning)
 
 
-def attention_prefill_cases(variants: bool) -> Iterator[Case]:
+def attention_prefill_cases() -> Iterator[Case]:
     for length, context in ((8192, 8192), (8192, 65536), (5056, 62656), (100, 60036)):
         yield attention_prefill(length, context, 32, torch.bfloat16)
     yield attention_prefill(8192, 65536, 32, torch.float8_e4m3fn)
-    if variants:
-        for rows, warps, stages in ((128, 8, 2), (64, 4, 2), (64, 4, 3), (128, 4, 2)):
-            tuning = attention.Tuning(tile_rows=rows, num_warps=warps, num_stages=stages)
-            yield attention_prefill(8192, 65536, 32, torch.bfloat16, tuning)
 
 
-def dense_cases(variants: bool) -> Iterator[Case]:
+def dense_cases() -> Iterator[Case]:
     for tokens in (1, 16, 64, 256, 8192):
         for outputs, inputs in ((20480, 3072), (3072, 8192), (16384, 3072)):
             yield dense(tokens, outputs, inputs)
-            if variants and tokens in (1, 16):
-                for parts in (1, 2, 4):
-                    yield dense(tokens, outputs, inputs, parts=parts)
 
 
-def moe_fp8_cases(variants: bool) -> Iterator[Case]:
+def moe_fp8_cases() -> Iterator[Case]:
     layer = Moe("122B FP8", 256, 8, 3072, 1024, True)
     for tokens in (1, 32, 64, 256, 1024, 8192):
         yield layer.case(tokens)
-    if variants:
-        for tile, stages in ((64, 4), (64, 6), (128, 4), (128, 5)):
-            for tokens in (1, 32):
-                yield layer.case(tokens, moe.Tuning(tile=tile, num_stages=stages))
-        for block in (16, 32, 64, 128):
-            for tile, warps, stages in ((64, 4, 4), (128, 4, 4), (128, 8, 3), (128, 8, 4)):
-                for tokens in (512, 8192):
-                    yield layer.case(tokens, moe.Tuning(block=block, tile=tile, num_warps=warps, num_stages=stages))
 
 
-def moe_bf16_cases(variants: bool) -> Iterator[Case]:
+def moe_bf16_cases() -> Iterator[Case]:
     layer = Moe("35B BF16", 256, 8, 2048, 512, False)
     for tokens in (1, 32, 256, 8192):
         yield layer.case(tokens)
-    if variants:
-        for block, tile, step, warps, stages in (
-            (128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (64, 128, 64, 4, 3), (128, 128, 32, 8, 4), (128, 256, 64, 8, 3),
-        ):  # fmt: skip
-            yield layer.case(8192, moe.Tuning(block=block, tile=tile, step=step, num_warps=warps, num_stages=stages))
-        for tile, step, stages in ((64, 128, 4), (32, 128, 5), (64, 64, 6), (128, 64, 4)):
-            for tokens in (1, 32):
-                yield layer.case(tokens, moe.Tuning(tile=tile, step=step, num_stages=stages))
 
 
-SECTIONS: dict[str, Callable[[bool], Iterator[Case]]] = {
+SECTIONS: dict[str, Callable[[], Iterator[Case]]] = {
     "gdn.extend": gdn_extend_cases,
     "gdn.fold": gdn_fold_cases,
     "gdn.prefill": gdn_prefill_cases,
@@ -427,16 +373,8 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _text(tuning: dict[str, int]) -> str:
-    return "".join(f", {name} {value}" for name, value in tuning.items())
-
-
-def _text_of(tuning: attention.Tuning | moe.Tuning) -> str:
-    return _text({name: value for name in tuning.__slots__ if (value := getattr(tuning, name)) not in (None, True)})
-
-
 def _row(case: Case, seconds: float) -> dict[str, object]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)  # noqa: S607
     return {
         "name": f"kernel.{case.name}",
         "value": round(seconds * 1e6, 2),
@@ -453,14 +391,13 @@ def _row(case: Case, seconds: float) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=list(SECTIONS), choices=list(SECTIONS), help="these sections")
-    parser.add_argument("--variants", action="store_true", help="other launch parameters too")
     parser.add_argument("--output", type=Path, help="where the rows go as JSON; rows that are there stay")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no further case is begun")
     options = parser.parse_args()
     begin = time.monotonic()
     rows = json.loads(options.output.read_text()) if options.output and options.output.exists() else []
     for section in options.only:
-        for case in SECTIONS[section](options.variants):
+        for case in SECTIONS[section]():
             if time.monotonic() - begin > options.budget:
                 print("out of time")
                 return

@@ -69,6 +69,10 @@ class BlockPool:
     def is_evictable(self, block_id: int) -> bool:
         return self._num_holders[block_id] == 1 and bool(self._is_kept[block_id])
 
+    def count_evictable(self, block_ids: Iterable[int]) -> int:
+        num_holders, is_kept = self._num_holders, self._is_kept
+        return sum(num_holders[block_id] == 1 and is_kept[block_id] for block_id in block_ids)
+
     def reserve(self, num_blocks: int) -> tuple[int, ...] | None:
         """`num_blocks` free ids, now held once each; None, and nothing changed, if there are fewer."""
         if num_blocks > len(self._free):

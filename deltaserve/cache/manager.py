@@ -268,10 +268,14 @@ class CacheManager:
     def _take(self, path: list[Node], num_tokens: int, keep_free: int) -> Holding | None:
         """The hit's blocks, brought back from the host where they are there, and the request's own."""
         content, snapshot = self._content, path[-1].snapshot if path else None
+        shared = [node.page for node in path if node.page is not None]
+        on_host = [node for node in path if node.page is None]
+        num_pages = num_pages_for(num_tokens) - len(shared)
+        # Asked before anything is touched: who waits for pages asks in every step, however long its hit.
+        if num_pages + keep_free + self._pages.count_evictable(shared) > self._pages.num_available:
+            return None
         if snapshot is not None:
             content.pin(path, snapshot)
-        on_host = [node for node in path if node.page is None]
-        num_pages = num_pages_for(num_tokens) - len(path) + len(on_host)
         num_slots = 1 + (snapshot is not None and snapshot.slot is None)
         taken = self._reserve(num_pages, num_slots, keep_free)
         if taken is None:
@@ -285,8 +289,7 @@ class CacheManager:
         if snapshot is not None:
             live_slot = content.lend_slot(snapshot, *slots[1:])
             content.prove(path, snapshot)
-        shared = [node.page for node in path if node.page is not None]
-        holding = Holding(shared + list(pages[len(on_host) :]), len(path) * BLOCK, live_slot, slots[0])
+        holding = Holding([*shared, *pages], len(path) * BLOCK, live_slot, slots[0])
         holding.num_hit_blocks = len(path)
         holding.tip = path[-1] if path else None
         return holding

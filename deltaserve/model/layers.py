@@ -344,11 +344,14 @@ class DenseFfn(Half):
     def after(self, norm: Norm, x_TD: Tensor, residual_TD: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
         if self.whole is None:
             return super().after(norm, x_TD, residual_TD, *rest)
-        return moe.feed_forward(self.whole, x_TD, residual_TD, norm.scale, norm.eps)
+        return moe.feed_forward(self.whole, x_TD, residual_TD, norm.scale, norm.eps, rest[0])
 
-    def forward(self, x_TD: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor, num_extend: int | None = None) -> Tensor:
+        """`num_extend` tokens are those of extend rows and come first; None: all are."""
         if self.whole is not None:
-            return moe.feed_forward(self.whole, x_TD, None, None, 0.0)[0]
+            return moe.feed_forward(self.whole, x_TD, None, None, 0.0, len(x_TD) if num_extend is None else num_extend)[
+                0
+            ]
         return self.down_proj(linear.silu_mul(self.gate_up_proj(x_TD), self.force))
 
 
@@ -368,5 +371,5 @@ class DecoderLayer(Block):
     ) -> tuple[Tensor, Tensor]:
         """(x, residual) -> (x, residual): their sum is the residual stream; residual None before the first layer."""
         x_TD, residual_TD = self.mixer.after(self.input_norm, x_TD, residual_TD, inputs, cos_sin)
-        x_TD, residual_TD = self.mlp.after(self.post_norm, x_TD, residual_TD)
+        x_TD, residual_TD = self.mlp.after(self.post_norm, x_TD, residual_TD, inputs.num_extend_tokens)
         return self.mesh.all_reduce(x_TD), residual_TD

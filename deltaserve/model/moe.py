@@ -65,11 +65,14 @@ class MoeFfn(Half):
     def after(self, norm: Norm, x_TD: Tensor, residual_TD: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
         if self.whole is None:
             return super().after(norm, x_TD, residual_TD, *rest)
-        return moe.feed_forward(self.whole, x_TD, residual_TD, norm.scale, norm.eps)
+        return moe.feed_forward(self.whole, x_TD, residual_TD, norm.scale, norm.eps, rest[0])
 
-    def forward(self, x_TD: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor, num_extend: int | None = None) -> Tensor:
+        """`num_extend` tokens are those of extend rows and come first; None: all are."""
         if self.whole is not None:
-            return moe.feed_forward(self.whole, x_TD, None, None, 0.0)[0]
+            return moe.feed_forward(self.whole, x_TD, None, None, 0.0, len(x_TD) if num_extend is None else num_extend)[
+                0
+            ]
         weights_Tk, experts_Tk = moe.route(self.router(x_TD), self.top_k, self.renormalize, self.force)
         routed_TD = self.experts(x_TD, weights_Tk, experts_Tk)
         return torch.addcmul(routed_TD, self.shared_gate(x_TD).sigmoid(), self.shared(x_TD))

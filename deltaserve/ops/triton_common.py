@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -32,7 +33,7 @@ class Chunks:
 
     row_N, token_N, count_N, index_N   the row, its first token among the packed ones, 1..64 tokens, place in the row
     first_R1                           first chunk of each row, then N
-    cut_first_N1, cut_slots            slots that want the window after chunk n: cut_slots[cut_first[n] .. cut_first[n + 1])
+    cut_first_N1, cut_slots            slots that want the window after chunk n: from cut_first[n] to cut_first[n + 1]
     stretch_first_R1                   a row's whole chunks are cut into stretches, first_R1 says which are the row's;
     stretch_end, stretch_slot          a stretch ends before chunk `end`, and its state goes to the slot (-1: nowhere)
     """
@@ -119,7 +120,7 @@ def _stretches(
 ) -> tuple[list[int], list[int], list[int]]:
     """first_R1, end and slot of the stretches: one for each slot of each cut, and one for what is left."""
     stretch_first_R1, end, slot = [0], list[int](), list[int]()
-    for first, stop in zip(first_R1, first_R1[1:], strict=False):
+    for first, stop in pairwise(first_R1):
         for chunk in range(first, stop):
             for wanted in slots[chunk]:
                 end.append(chunk + 1)

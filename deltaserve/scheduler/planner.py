@@ -9,9 +9,9 @@ what it takes away. Passed over, and overtaken, is only
     a prompt of which a running request is about to publish more in the cache: it would compute the same once more.
 
 The first ends with its share's next chunk, for which short ones leave budget and a row, the second when that request
-has written, finished or left, and as every running request advances, neither lasts for ever. A long prompt that could
-pay for a chunk but found no pages is not overtaken any more. At most MAX_LOOKS prompts of a list are looked up in a
-step.
+has written, finished or left, and as every running request advances, neither lasts for ever. But a short prompt does
+not wait for a long one, whose share would hold both back. A long prompt that could pay for a chunk but found no pages
+is not overtaken any more. At most MAX_LOOKS prompts of a list are looked up in a step.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class StepPlanner:
     def _plan_decodes(self, step: StepInProgress, decoding: list[RunningRequest], is_prefill_due: bool) -> None:
         chosen = policy.choose_decodes(decoding, step.budget)
         num_spare = step.budget - len(chosen)
-        if is_prefill_due and (self._table.waiting or len(decoding) < len(self._table.running)):
+        can_admit = self._table.waiting and self._table.num_free_rows
+        if is_prefill_due and (can_admit or len(decoding) < len(self._table.running)):
             num_spare -= BLOCK
         for running in chosen:
             num_verified, num_proposed = self._plan_drafts(running, num_spare)
@@ -173,7 +174,7 @@ class StepPlanner:
         hit = self._manager.match(request)
         is_long = self._share.is_long(request.num_known - hit.num_tokens)
         self._table.waiting.move(request, is_long)
-        if hit.awaits > hit.num_tokens:
+        if hit.awaits > hit.num_tokens and (is_long or not self._is_held_back(request, hit.awaits)):
             if self._starved_id == request.id:
                 self._starved_id = None
             return Outcome.PASSED
@@ -188,6 +189,13 @@ class StepPlanner:
         step.admitted[request.id] = running.admission()
         self._add_chunk(step, running, end)
         return Outcome.ADMITTED
+
+    def _is_held_back(self, request: Request, boundary: int) -> bool:
+        """Whether long prompts alone are about to publish `boundary` of the request's path."""
+        block = slice(boundary // BLOCK - 1, boundary // BLOCK)
+        hashes = request.block_hashes[block]
+        ahead = [one for one in self._table.running.values() if one.holding.boundary < boundary]
+        return all(one.is_long for one in ahead if one.request.block_hashes[block] == hashes)
 
     def _pages_to_keep(self, request: Request) -> int:
         """Pages that must stay available beside those of the newcomer's known tokens."""

@@ -13,6 +13,7 @@ from deltaserve.engine.tokenizer import Tokenizer
 from deltaserve.server.app import create_app
 from deltaserve.server.checkpoint import Checkpoint
 from deltaserve.server.metrics import Metrics
+from deltaserve.server.parsers.formats import Formats
 from deltaserve.server.sampling import Limits, load_defaults
 from deltaserve.server.served import Served
 from deltaserve.server.settings import Settings
@@ -27,17 +28,21 @@ class Edge:
     root: Path
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    formats: Formats
     defaults: dict[str, float]
     max_logprobs: int
 
     @classmethod
     def read(cls, settings: Settings, checkpoint: Checkpoint) -> Edge:
         override = None if settings.chat_template is None else Path(settings.chat_template)
+        template = ChatTemplate.from_directory(checkpoint.directory, override)
+        source = "" if template is None else template.source
         return cls(
             names=settings.served_model_name or (checkpoint.name,),
             root=checkpoint.directory,
             tokenizer=Tokenizer(checkpoint.directory),
-            template=ChatTemplate.from_directory(checkpoint.directory, override),
+            template=template,
+            formats=Formats.choose(settings.tool_call_parser, settings.reasoning_parser, source),
             defaults=load_defaults(settings.generation_config, checkpoint.directory),
             max_logprobs=settings.max_logprobs,
         )
@@ -50,6 +55,7 @@ class Edge:
             engine=client,
             tokenizer=self.tokenizer,
             template=self.template,
+            formats=self.formats,
             defaults=self.defaults,
             limits=Limits(client.info.max_model_len, client.info.vocab_size, self.max_logprobs),
             metrics=Metrics(self.names[0], client.info.synthetic_acceptance),

@@ -18,6 +18,8 @@ from deltaserve.engine.info import EngineStats, RequestRecord
 from deltaserve.engine.text import TextDelta, TextStream, Vocabulary
 from deltaserve.server.errors import GenerationError
 from deltaserve.server.metrics import Metrics
+from deltaserve.server.parsers.message import MessageReader
+from deltaserve.server.parsers.sink import Part
 
 
 class EngineClient(Protocol):
@@ -49,20 +51,25 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one chunk added to one choice."""
+    """What one chunk added to one choice. `parts` is what its text means, where the choice has a reader."""
 
     index: int
     delta: TextDelta
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    parts: tuple[Part, ...] = ()
 
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts of one HTTP request, true at every moment of it. Each prompt counts once, however many choices."""
+    """Token counts of one HTTP request, true at every moment of it. Each prompt counts once, however many choices.
+
+    `num_reasoning` of the completion's tokens were thought; None where thinking is not looked for.
+    """
 
     num_prompt: int = 0
     num_cached: int = 0
     num_completion: int = 0
+    num_reasoning: int | None = None
 
     def start(self, choice: Choice, first: TokenChunk) -> None:
         """What was cached is known with the first chunk; every later one repeats it."""
@@ -73,12 +80,15 @@ class Usage:
         self.num_completion += len(chunk.token_ids)
 
     def as_dict(self) -> dict[str, Any]:
-        return {
+        counts = {
             "prompt_tokens": self.num_prompt,
             "total_tokens": self.num_prompt + self.num_completion,
             "completion_tokens": self.num_completion,
             "prompt_tokens_details": {"cached_tokens": self.num_cached},
         }
+        if self.num_reasoning is not None:
+            counts["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning}
+        return counts
 
 
 def make_choices(prompts: Sequence[tuple[tuple[int, ...], SamplingParams]], num_each: int) -> list[Choice]:
@@ -93,13 +103,14 @@ def make_choices(prompts: Sequence[tuple[tuple[int, ...], SamplingParams]], num_
 
 @dataclass(slots=True)
 class Generation:
-    """All choices of one HTTP request."""
+    """All choices of one HTTP request. `readers`, one for each choice, say what the text means; chats have them."""
 
     engine: EngineClient
     vocabulary: Vocabulary
     metrics: Metrics
     choices: list[Choice]
     options: RequestOptions
+    readers: Sequence[MessageReader] = ()
     usage: Usage = field(default_factory=Usage)
 
     def __post_init__(self) -> None:
@@ -128,14 +139,27 @@ class Generation:
                         is_started = True
                         self.usage.start(choice, chunk)
                     self.usage.add(chunk)
-                    delta = text.feed(chunk)
-                    timer.advance(len(chunk.token_ids), chunk.num_cached, delta.finish_reason)
-                    yield Piece(choice.index, delta, chunk.prompt_logprobs)
-                    if delta.finish_reason is not None:
+                    piece = self._read(Piece(choice.index, text.feed(chunk), chunk.prompt_logprobs))
+                    timer.advance(len(chunk.token_ids), chunk.num_cached, piece.delta.finish_reason)
+                    yield piece
+                    if piece.delta.finish_reason is not None:
                         return
                 raise GenerationError("the engine ended this request without a reason")
         finally:
             timer.close()
+
+    def _read(self, piece: Piece) -> Piece:
+        """With what it means. A reader that wants no more ends the choice."""
+        if not self.readers:
+            return piece
+        reader, delta = self.readers[piece.index], piece.delta
+        num_before = reader.num_reasoning
+        parts = reader.feed(delta)
+        if self.usage.num_reasoning is not None:
+            self.usage.num_reasoning += reader.num_reasoning - num_before
+        if reader.is_done:
+            delta = replace(delta, finish_reason=FinishReason.STOP, stop_reason=None)
+        return replace(piece, delta=delta, parts=parts)
 
 
 def _shifted(seed: int, offset: int) -> int:
@@ -175,9 +199,10 @@ async def _pump(stream: AsyncGenerator[Piece, None], queue: asyncio.Queue[Piece 
 
 @dataclass(slots=True)
 class Finished:
-    """One choice after its end. Lists are parallel to `token_ids`."""
+    """One choice after its end. Lists but `parts` are parallel to `token_ids`."""
 
     text: str = ""
+    parts: list[Part] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
@@ -188,6 +213,7 @@ class Finished:
     def add(self, piece: Piece) -> None:
         delta = piece.delta
         self.text += delta.text
+        self.parts += piece.parts
         self.token_ids += delta.token_ids
         self.offsets += delta.offsets
         if delta.logprobs is not None:

@@ -1,7 +1,11 @@
 """Chat messages: checked, and brought to the shape that chat templates expect.
 
 Templates want: a system role (not `developer`), content as text, tool-call arguments as a mapping (clients send a JSON
-string), and earlier thinking under `reasoning_content`. Fields that this file does not know pass through.
+string), and earlier thinking under `reasoning_content` (clients may say `reasoning`). Fields that this file does not
+know pass through.
+
+Arguments that are not JSON come back from clients that were sent a call cut off at max_tokens. They are the model's
+own text and no mistake of the client's, so the template gets them, as one argument named `arguments`.
 """
 
 from __future__ import annotations
@@ -35,8 +39,11 @@ def check_tools(tools: Sequence[dict[str, Any]] | None) -> None:
         function = tool.get("function")
         if tool.get("type") != "function" or not isinstance(function, dict):
             raise RequestError(f'tools[{index}] must be {{"type": "function", "function": ...}}', f"tools[{index}]")
-        if not isinstance(function.get("name"), str):
+        if not isinstance(function.get("name"), str) or not function["name"].strip():
             raise RequestError(f"tools[{index}].function.name must be text", f"tools[{index}].function.name")
+        if not isinstance(function.get("parameters") or {}, dict):
+            path = f"tools[{index}].function.parameters"
+            raise RequestError(f"{path} must be a JSON schema, not {shown(function['parameters'])}", path)
 
 
 def _normalize(message: Message, path: str) -> Message:
@@ -48,9 +55,9 @@ def _normalize(message: Message, path: str) -> Message:
     normal = {name: value for name, value in message.items() if name not in ("tool_calls", "reasoning")}
     normal["role"] = "system" if role == "developer" else role
     normal["content"] = _content(message.get("content"), role, f"{path}.content")
-    reasoning = message.get("reasoning_content", message.get("reasoning"))
-    if reasoning is not None:
-        normal["reasoning_content"] = _text(reasoning, f"{path}.reasoning_content")
+    for name in ("reasoning", "reasoning_content"):
+        if message.get(name) is not None:
+            normal["reasoning_content"] = _text(message[name], f"{path}.{name}")
     calls = message.get("tool_calls")
     if calls:
         normal["tool_calls"] = _tool_calls(calls, f"{path}.tool_calls")
@@ -105,8 +112,10 @@ def _arguments(arguments: Any, path: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = msgspec.json.decode(arguments) if arguments.strip() else {}
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise RequestError(f"{path} is not valid JSON: {error}", path) from None
+        except msgspec.DecodeError:
+            return {"arguments": arguments}
+        except RecursionError:
+            raise RequestError(f"{path} is nested too deep", path) from None
     if arguments is None:
         return {}
     if not isinstance(arguments, dict):

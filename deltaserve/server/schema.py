@@ -74,6 +74,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
@@ -139,7 +140,6 @@ NOT_OFFERED: dict[str, tuple[Any, ...]] = {
     "structured_outputs": (),
     "suffix": ("",),
     "thinking_token_budget": (),
-    "tool_choice": ("none", "auto"),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "web_search_options": (),

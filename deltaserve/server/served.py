@@ -13,6 +13,7 @@ from deltaserve.core.errors import ModelNotFoundError, RequestError
 from deltaserve.engine.tokenizer import Tokenizer
 from deltaserve.server.generation import EngineClient
 from deltaserve.server.metrics import Metrics
+from deltaserve.server.parsers.formats import Formats
 from deltaserve.server.sampling import Limits
 from deltaserve.server.schema import shown
 from deltaserve.server.template import ChatTemplate
@@ -34,6 +35,7 @@ class Served:
     engine: EngineClient
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    formats: Formats
     defaults: Mapping[str, float]
     limits: Limits
     metrics: Metrics

@@ -21,6 +21,7 @@ import yaml
 from deltaserve.core.config import CacheConfig, EngineConfig, SchedulerConfig
 from deltaserve.core.errors import ConfigError
 from deltaserve.engine.speculative import speculative_config
+from deltaserve.server.parsers.formats import check_parsers
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
@@ -45,6 +46,11 @@ class Settings:
     port: int = _flag(8000, SERVER, "Port to listen on; 0 takes a free one.")
     served_model_name: tuple[str, ...] = _flag((), SERVER, "Names for clients; repeat it for aliases.")
     chat_template: str | None = _flag(None, SERVER, "A jinja file in place of the checkpoint's template.")
+    tool_call_parser: str = _flag(
+        "auto", SERVER, "Format of tool calls: auto (by the template), qwen3_coder, hermes, none."
+    )
+    reasoning_parser: str = _flag("auto", SERVER, "Format of thinking: auto (by the template), qwen3, none.")
+    enable_auto_tool_choice: bool = _flag(True, SERVER, "Accepted for vLLM's command lines; calls are always read.")
     generation_config: str = _flag("auto", SERVER, "Sampling defaults: auto (the checkpoint's), vllm, or a directory.")
     max_logprobs: int = _flag(20, SERVER, "Most alternatives per token that a request may ask for.")
     shutdown_timeout: float = _flag(30.0, SERVER, "Seconds that running requests get after SIGTERM.")
@@ -92,6 +98,11 @@ class Settings:
             raise ConfigError(f"--max-logprobs must be at least 0, not {self.max_logprobs}")
         if self.uvicorn_log_level not in LOG_LEVELS:
             raise ConfigError(f"--uvicorn-log-level must be one of {', '.join(LOG_LEVELS)}")
+        if not self.enable_auto_tool_choice:
+            raise ConfigError(
+                "--no-enable-auto-tool-choice is not offered; --tool-call-parser none leaves calls as text"
+            )
+        check_parsers(self.tool_call_parser, self.reasoning_parser)
 
     def engine_config(self, directory: Path) -> EngineConfig:
         """For a checkpoint in `directory`. Raises ConfigError naming the flag."""

@@ -30,16 +30,17 @@ RESERVED_KWARGS = frozenset(("messages", "tools", "chat_template", "tokenize", "
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """`special_tokens` are what templates may name: bos_token, eos_token, ..."""
+    """`special_tokens` are what templates may name: bos_token, eos_token, ... `source` is the template's text."""
 
     template: jinja2.Template
     special_tokens: dict[str, str] = field(default_factory=dict)
+    source: str = ""
 
     @classmethod
     def from_source(cls, source: str, special_tokens: dict[str, str] | None = None) -> ChatTemplate:
         """Compile. A syntax error is a CheckpointError that names the line."""
         try:
-            return cls(_environment().from_string(source), special_tokens or {})
+            return cls(_environment().from_string(source), special_tokens or {}, source)
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(f"the chat template does not compile: line {error.lineno}: {error}") from error
 

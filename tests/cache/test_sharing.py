@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
+from deltaserve.cache.blocks import BlockPool
 from deltaserve.cache.boundaries import BoundaryKind, SlotVersion
 from deltaserve.cache.manager import CacheManager
 from deltaserve.core.config import CacheConfig
@@ -309,6 +311,27 @@ def test_a_hit_that_is_true_no_more_is_refused() -> None:
     assert ledger.manager.open(request, hit, 300) is None
     ledger.check()
     assert ledger.open(request) is not None
+
+
+def test_a_refusal_for_want_of_pages_touches_no_block_of_the_hit() -> None:
+    """Who waits for pages asks in every step: to pin a long hit and let it go again would cost as much as a step."""
+
+    class Shared(BlockPool):
+        num_shared = 0
+
+        def share(self, block_ids: Iterable[int]) -> None:
+            Shared.num_shared += 1
+            super().share(block_ids)
+
+    ledger = Ledger(12, 2, 8, make_pool=Shared)
+    ledger.serve(ids(300))
+    assert ledger.open(ledger.request(ids(300, start=500))) is not None
+    Shared.num_shared = 0
+    longer = ledger.request((*ids(300), *ids(200, start=900)))
+    assert ledger.manager.match(longer).num_tokens == 256
+    assert ledger.open(longer) is None, "it needs 4 pages beside its hit of 4, and 3 are left"
+    assert Shared.num_shared == 0
+    ledger.check()
 
 
 def test_switched_off_nothing_is_kept() -> None:

@@ -153,8 +153,17 @@ def _some_steps(directory: Path) -> Tensor:
     return torch.cat(hidden)
 
 
-def test_a_row_is_the_same_to_the_bit_whatever_is_beside_it(odd_moe: Path) -> None:
-    model = load(odd_moe)
+@pytest.fixture(scope="module")
+def even_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sizes that matrix tiles take, where the processor has them."""
+    directory = tmp_path_factory.mktemp("even-moe")
+    tiny.save(tiny.hf_model("moe"), directory)
+    return directory
+
+
+@pytest.mark.parametrize("sizes", ["odd_moe", "even_moe"])
+def test_a_row_is_the_same_to_the_bit_whatever_is_beside_it(sizes: str, request: pytest.FixtureRequest) -> None:
+    model = load(request.getfixturevalue(sizes))
     model.prepare()
 
     def run_with(neighbours: int) -> Tensor:

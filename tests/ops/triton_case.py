@@ -1,4 +1,4 @@
-"""Where kernel tests run: on the GPU if there is one, else in Triton's interpreter at tiny sizes; skipped without Triton.
+"""Where kernel tests run: on the GPU if there is one, else in Triton's interpreter, tiny; skipped without Triton.
 
 Import this before any kernel: the interpreter is chosen when a kernel is defined.
 """

@@ -282,3 +282,15 @@ def test_counts_say_what_rows_held() -> None:
     decodes = [row for plan in harness.runner.steps for row in plan.rows if row.kind != RowKind.PREFILL]
     num_tokens = 3 + len(decodes) + counts.num_accepted  # each row gives a token, each accepted draft one more
     assert num_tokens == 3 * 100
+
+
+def test_who_waits_for_a_row_takes_no_tokens_from_drafts() -> None:
+    harness = with_drafts(3, num_rows=2, budget=64)
+    for salt in range(3):
+        harness.add(prompt_of(40, salt), SamplingParams(max_tokens=30))
+    while harness.scheduler.num_running < 2 or len(harness.chunks[2]) < 3:
+        harness.step()
+    assert harness.scheduler.num_waiting == 1
+    assert verify_rows(harness)
+    harness.run()
+    harness.assert_all_finished()

@@ -456,6 +456,29 @@ def test_a_long_prompt_is_short_once_its_beginning_is_cached() -> None:
     harness.assert_idle()
 
 
+def test_a_short_prompt_does_not_wait_for_a_long_one_that_its_share_holds_back() -> None:
+    """Both begin with one system message, and the long one, at a fiftieth of the time, has not written it yet."""
+    harness = cached(
+        num_pages=400, num_rows=6, budget=512, clock=lambda plan: 0.01 + 1e-4 * plan.num_tokens,
+        long_prefill_min_tokens=1000, long_prefill_share=0.02, markers=MARKERS, vocab_size=WORDS,
+    )  # fmt: skip
+    system = message(MARKERS.system, range(3, 803))
+    stream = harness.submit(1, 2_000)
+    long = harness.add((*system, *message(MARKERS.user, range(1_000)), *GENERATE), GREEDY)
+    while not harness.requests[long].num_computed:
+        harness.step()
+    short = harness.add((*system, *message(MARKERS.user, [5] * 50), *GENERATE), GREEDY)
+    assert harness.manager.match(harness.requests[short]).awaits == len(system) // 64 * 64
+    for _ in range(3):
+        harness.step()
+    assert harness.requests[short].output_ids
+    assert harness.requests[long].num_computed < len(system)
+    harness.abort(stream)
+    harness.run()
+    for request_id in (short, long):
+        harness.assert_finished(request_id)
+
+
 def test_requests_of_one_prompt_need_pages_for_one() -> None:
     """Six share 40 pages of a pool of 60."""
     harness = cached(num_pages=60, num_rows=6, budget=4096)

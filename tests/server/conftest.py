@@ -9,6 +9,7 @@ import pytest
 from deltaserve.engine.tokenizer import Tokenizer
 from deltaserve.server.app import create_app
 from deltaserve.server.metrics import Metrics
+from deltaserve.server.parsers.formats import Formats
 from deltaserve.server.sampling import Limits
 from deltaserve.server.served import Served
 from deltaserve.server.template import ChatTemplate
@@ -43,6 +44,7 @@ def served(engine: FakeClient, tokenizer: Tokenizer, template: ChatTemplate) -> 
         engine=engine,
         tokenizer=tokenizer,
         template=template,
+        formats=Formats.choose("auto", "auto", template.source),
         defaults={"temperature": 0.7, "top_k": 20, "top_p": 0.95},
         limits=Limits(MAX_MODEL_LEN, VOCAB_SIZE, max_logprobs=20),
         metrics=Metrics("tiny"),

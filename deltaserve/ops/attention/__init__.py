@@ -15,11 +15,12 @@ from torch import Tensor
 from deltaserve.ops.attention import native, reference
 from deltaserve.ops.attention.native import Mixer, MixerWeights
 from deltaserve.ops.dispatch import choose
+from deltaserve.ops.lazy import Lazy
 from deltaserve.ops.rows import ExtendRows, PrefillRows
 
 __all__ = ["Mixer", "MixerWeights", "extend", "mix", "prefill", "write"]
 
-IMPLEMENTATIONS = {"reference": reference, "native": native}
+IMPLEMENTATIONS = {"reference": reference, "native": native, "triton": Lazy("deltaserve.ops.attention.triton")}
 
 
 def write(k_TGD: Tensor, v_TGD: Tensor, pages: Tensor, kv_slots_T: Tensor, force: str | None = None) -> None:

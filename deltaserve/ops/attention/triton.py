@@ -65,6 +65,9 @@ class Tuning:
     use_bulk_copies: bool = True
 
 
+BY_SIZE = Tuning()
+
+
 def write(k_TGD: Tensor, v_TGD: Tensor, pages: Tensor, kv_slots_T: Tensor) -> None:
     num_tokens, num_heads, size = k_TGD.shape
     assert pages[0].is_contiguous() and k_TGD.stride(2) == 1 and v_TGD.stride(2) == 1
@@ -83,7 +86,7 @@ def prefill(
     scale: float,
     first_key: int = 0,
     gate_THD: Tensor | None = None,
-    tuning: Tuning = Tuning(),
+    tuning: Tuning = BY_SIZE,
 ) -> Tensor:
     group = q_THD.shape[1] // pages.shape[1]
     tokens = max(1, (tuning.tile_rows or TILE_ROWS) // group)
@@ -98,7 +101,7 @@ def extend(
     scale: float,
     first_key: int = 0,
     gate_THD: Tensor | None = None,
-    tuning: Tuning = Tuning(),
+    tuning: Tuning = BY_SIZE,
 ) -> Tensor:
     tiles = common.once(rows, "tiles", lambda: _extend_tiles(rows))
     return _attend(q_THD, pages, rows.page_table_RP, tiles, scale, first_key, gate_THD, tuning)
@@ -112,9 +115,9 @@ def _prefill_tiles(rows: PrefillRows, tokens: int) -> Tiles:
             for at in range(first, stop, tokens)
         ]
     tiles.sort(reverse=True)
-    position_N, token_N, count_N, row_N, context_N = zip(*tiles, strict=True)
-    columns = common.to_device((token_N, count_N, row_N, position_N, context_N), rows.rows_R.device)
-    return Tiles(*columns, longest=max(context_N), tokens=tokens)
+    columns = [list(column) for column in zip(*tiles, strict=True)]
+    positions, tokens_at, counts, rows_at, contexts = common.to_device(columns, rows.rows_R.device)
+    return Tiles(tokens_at, counts, rows_at, positions, contexts, max(columns[-1]), tokens)
 
 
 def _extend_tiles(rows: ExtendRows) -> Tiles:

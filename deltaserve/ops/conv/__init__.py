@@ -19,9 +19,10 @@ from torch import Tensor
 
 from deltaserve.ops.conv import reference
 from deltaserve.ops.dispatch import choose
+from deltaserve.ops.lazy import Lazy
 from deltaserve.ops.rows import ExtendRows, PrefillRows
 
-IMPLEMENTATIONS = {"reference": reference}
+IMPLEMENTATIONS = {"reference": reference, "triton": Lazy("deltaserve.ops.conv.triton")}
 
 
 def prefill(

@@ -31,11 +31,12 @@ from torch import Tensor
 from deltaserve.ops.dispatch import choose
 from deltaserve.ops.gdn import native, reference
 from deltaserve.ops.gdn.native import Mixer, MixerWeights, Pool
+from deltaserve.ops.lazy import Lazy
 from deltaserve.ops.rows import ExtendRows, PrefillRows
 
 __all__ = ["Mixer", "MixerWeights", "extend", "fold", "gates", "mix", "normalize", "prefill"]
 
-IMPLEMENTATIONS = {"reference": reference, "native": native}
+IMPLEMENTATIONS = {"reference": reference, "native": native, "triton": Lazy("deltaserve.ops.gdn.triton")}
 
 
 def gates(

@@ -3,14 +3,14 @@
 Extend reads S at the boundary once for all tokens of a row, and the ring up to the row's own length. The vectors x are
 the keys of the new tokens, then their queries; 16 of them are what a matrix product takes.
 
-| kernel  | one program takes       | does                                                                              |
-| ------- | ----------------------- | --------------------------------------------------------------------------------- |
-| _weigh  | a row and a value head  | what does not know values: how x sees each ring entry (decayed k_i . x), the state |
-|         |                         | and the other new tokens; the new entries of the ring's k and g                   |
-| _extend | the same and a block of | sums of S and of the ring's u by those weights, then token after token; o and u   |
-|         | values                  |                                                                                   |
+| kernel  | one program takes      | does                                                                          |
+| ------- | ---------------------- | ----------------------------------------------------------------------------- |
+| _weigh  | a row and a key head   | what knows no values: how x sees each ring entry (decayed k_i . x), the state |
+|         |                        | and the other new tokens; the new entries of the ring's k and g               |
+| _extend | a row, a value head, a | sums of S and of the ring's u by those weights, then token after token;       |
+|         | block of values        | o, and the new entries of the ring's u                                        |
 
-_extend is exact float32 without matrix units: it is bound by reading S. Other products of float32 are three of tf32,
+_extend is bound by reading S: one token a row needs no matrix units. Products of float32 on these are three of tf32,
 which keeps float32's accuracy. Decays are exponentials of sums that end at the last entry and are formed from it
 alone, each at most 1; no difference of prefix sums is formed in float32.
 
@@ -70,29 +70,30 @@ def extend(
     ring_g: Tensor,
     rows: ExtendRows,
     block: int | None = None,
-    piece: int | None = None,
-    num_warps: int = 4,
+    piece: int = 8,
+    num_warps: int | None = None,
+    weigh_warps: int = 1,
 ) -> Tensor:
-    """See the package. At most MOST_TOKENS tokens a row. `block` (values of a program) and the rest: to measure with."""
+    """See the package. At most MOST_TOKENS tokens a row. `block` (values of a program) and the rest are to measure."""
     assert rows.width <= MOST_TOKENS, f"{rows.width} tokens a row; this kernel takes {MOST_TOKENS}"
     common.check_rows(q_TJK, k_TJK, v_THV, g_TH, beta_TH, states, ring_k, ring_u, ring_g)
     (num_key_heads, key_size), (num_heads, value_size) = k_TJK.shape[1:], v_THV.shape[1:]
     o_THV = torch.empty(v_THV.shape, dtype=v_THV.dtype, device=v_THV.device)
     keys = common.padded(key_size)
-    block = block or _value_block(value_size, rows.num_rows * num_heads)
-    piece = piece or (8 if rows.width > 4 else 16)
+    block = block or _value_block(value_size, rows.num_rows * num_heads, rows.width)
     shape = (rows.num_rows, num_heads, 16)
     weights, among, scales = (torch.empty(*shape, n, device=v_THV.device) for n in (common.CHUNK, MOST_TOKENS, 1))
     of_rows, new_R = (rows.rows_R, rows.slots_R, rows.num_ring_R), common.num_new(rows)
-    _weigh[(num_heads, rows.num_rows)](
+    _weigh[(num_key_heads, rows.num_rows)](
         q_TJK, k_TJK, g_TH, ring_k, ring_g, weights, among, scales, rows.rows_R, rows.num_ring_R, new_R,
         q_TJK.stride(0), k_TJK.stride(0), g_TH.stride(0), ring_k.stride(0), ring_g.stride(0),
-        rows.width, num_key_heads, num_heads, key_size, keys, num_warps=4,
+        rows.width, num_key_heads, num_heads, key_size, keys, num_warps=weigh_warps,
     )  # fmt: skip
     _extend[(triton.cdiv(value_size, block), num_heads, rows.num_rows)](
         q_TJK, k_TJK, v_THV, beta_TH, states, ring_u, weights, among, scales, o_THV, *of_rows, new_R,
         q_TJK.stride(0), k_TJK.stride(0), v_THV.stride(0), beta_TH.stride(0), states.stride(0), ring_u.stride(0),
-        rows.width, num_key_heads, num_heads, key_size, value_size, keys, block, piece, num_warps=num_warps,
+        rows.width, num_key_heads, num_heads, key_size, value_size, keys, block, piece,
+        num_warps=num_warps or (4 if rows.width == 1 else 2),
     )  # fmt: skip
     return o_THV
 
@@ -110,9 +111,9 @@ def fold(states: Tensor, ring_k: Tensor, ring_u: Tensor, ring_g: Tensor, rows: E
     )  # fmt: skip
 
 
-def _value_block(value_size: int, num_heads: int) -> int:
+def _value_block(value_size: int, num_heads: int, width: int) -> int:
     """Values of one program: few where there are few heads, so that all of the GPU reads."""
-    block = 128 if num_heads >= 512 else 64 if num_heads >= 256 else 32
+    block = 32 if width == 1 or num_heads < 256 else 64
     return min(block, common.padded(value_size))
 
 
@@ -159,16 +160,26 @@ def _normalize(
 
 
 @triton.jit
+def _vectors(q_ptr, k_ptr, first, q_stride, k_stride, j, kd, WIDTH: tl.constexpr, K: tl.constexpr):
+    """[16, keys]: keys of up to 8 tokens, then their queries; rows without a token are 0."""
+    x = tl.arange(0, 16)
+    t = x % 8
+    real = (t < WIDTH)[:, None] & (kd < K)[None, :]
+    place = (first + t)[:, None]
+    k = tl.load(k_ptr + place * k_stride + j * K + kd[None, :], mask=real & (x < 8)[:, None], other=0.0)
+    return k + tl.load(q_ptr + place * q_stride + j * K + kd[None, :], mask=real & (x >= 8)[:, None], other=0.0)
+
+
+@triton.jit
 def _weigh(
     q_ptr, k_ptr, g_ptr, ring_k_ptr, ring_g_ptr, weights_ptr, among_ptr, scales_ptr,
     rows_ptr, num_ring_ptr, num_new_ptr, q_stride, k_stride, g_stride, ring_k_stride, ring_g_stride,
     WIDTH: tl.constexpr, J: tl.constexpr, H: tl.constexpr, K: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    h, r = tl.program_id(0), tl.program_id(1)
-    j = h // (H // J)
+    j, r = tl.program_id(0), tl.program_id(1)
     kd = tl.arange(0, KEYS)
     c = tl.arange(0, 64)
-    x = tl.arange(0, 16)  # vectors: keys of tokens 0 .. 7, then their queries
+    x = tl.arange(0, 16)
     i = tl.arange(0, 16)  # tokens as columns, 8 of them
     t = x % 8
     row = tl.load(rows_ptr + r)
@@ -176,36 +187,84 @@ def _weigh(
     num_new = tl.load(num_new_ptr + r)
     first = r.to(tl.int64) * WIDTH
     ring_k = ring_k_ptr + row * ring_k_stride + j * K
-    ring_g = ring_g_ptr + row * ring_g_stride + h
-    # Of the ring: entry c decays by what comes after it, the state by all of it.
-    later = tl.cumsum(tl.load(ring_g + (c + 1) * H, mask=c + 1 < num_ring, other=0.0), 0, reverse=True)
-    decay = tl.where(c < num_ring, tl.exp(later), 0.0)
-    ring_sum = tl.sum(tl.load(ring_g + c * H, mask=c < num_ring, other=0.0), 0)
-    keys = tl.load(
-        ring_k + c[:, None] * (J * K) + kd[None, :], mask=(c < num_ring)[:, None] & (kd < K)[None, :], other=0.0
-    )
-    real = (t < WIDTH)[:, None] & (kd < K)[None, :]
-    place = (first + t)[:, None]
-    k = tl.load(k_ptr + place * k_stride + j * K + kd[None, :], mask=real & (x < 8)[:, None], other=0.0)
-    kq = k + tl.load(q_ptr + place * q_stride + j * K + kd[None, :], mask=real & (x >= 8)[:, None], other=0.0)
-    # Sums of g over the new tokens, in float64: their differences are sums too, and must be as exact.
-    g = tl.load(g_ptr + (first + i) * g_stride + h, mask=i < WIDTH, other=0.0)
-    wide = g.to(tl.float64)
-    sums = tl.sum(tl.where(i[None, :] <= t[:, None], wide[None, :], 0.0), 1)
-    new_decay = tl.exp(sums.to(tl.float32))
+    in_ring = (c < num_ring)[:, None]
+    keys = tl.load(ring_k + c[:, None] * (J * K) + kd[None, :], mask=in_ring & (kd < K)[None, :], other=0.0)
+    kq = _vectors(q_ptr, k_ptr, first, q_stride, k_stride, j, kd, WIDTH, K)
+    scores = tl.dot(kq.to(keys.dtype), tl.trans(keys), input_precision="tf32x3")
+    new_scores = tl.dot(kq, tl.trans(kq), input_precision="tf32x3")
     sees = (i[None, :] < t[:, None]) | ((i[None, :] == t[:, None]) & (x >= 8)[:, None])
-    among = tl.exp(tl.where(sees, (sums[:, None] - tl.cumsum(wide, 0)[None, :]).to(tl.float32), -float("inf")))
-    among *= tl.dot(kq, tl.trans(kq), input_precision="tf32x3")
-    weights = tl.dot(kq.to(keys.dtype), tl.trans(keys), input_precision="tf32x3") * decay[None, :]
-    head = (r.to(tl.int64) * H + h) * 16
-    tl.store(weights_ptr + (head + x)[:, None] * 64 + c[None, :], weights * new_decay[:, None])
-    tl.store(among_ptr + (head + x)[:, None] * 8 + i[None, :], among, mask=(i < 8)[None, :])
-    tl.store(scales_ptr + head + x, new_decay * tl.exp(ring_sum))
-    tl.store(ring_g + (num_ring + i) * H, g, mask=i < num_new)
-    if h % (H // J) == 0:
-        new_place = ring_k + (num_ring + t)[:, None] * (J * K) + kd[None, :]
-        mine = (kd < K)[None, :] & ((x < 8) & (t < num_new))[:, None]
-        tl.store(new_place, kq.to(ring_k_ptr.dtype.element_ty), mask=mine)
+    for member in tl.static_range(H // J):
+        h = j * (H // J) + member
+        # Of the ring: entry c decays by what comes after it, the state by all of it.
+        ring_g = ring_g_ptr + row * ring_g_stride + h
+        later = tl.cumsum(tl.load(ring_g + (c + 1) * H, mask=c + 1 < num_ring, other=0.0), 0, reverse=True)
+        decay = tl.where(c < num_ring, tl.exp(later), 0.0)
+        ring_sum = tl.sum(tl.load(ring_g + c * H, mask=c < num_ring, other=0.0), 0)
+        # Sums of g over the new tokens, in float64: their differences are sums too, and must be as exact.
+        g = tl.load(g_ptr + (first + i) * g_stride + h, mask=i < WIDTH, other=0.0)
+        wide = g.to(tl.float64)
+        sums = tl.sum(tl.where(i[None, :] <= t[:, None], wide[None, :], 0.0), 1)
+        between = (sums[:, None] - tl.cumsum(wide, 0)[None, :]).to(tl.float32)
+        new_decay = tl.exp(sums.to(tl.float32))
+        head = (r.to(tl.int64) * H + h) * 16
+        weights = scores * decay[None, :] * new_decay[:, None]
+        among = new_scores * tl.exp(tl.where(sees, between, -float("inf")))
+        tl.store(weights_ptr + (head + x)[:, None] * 64 + c[None, :], weights)
+        tl.store(among_ptr + (head + x)[:, None] * 8 + i[None, :], among, mask=(i < 8)[None, :])
+        tl.store(scales_ptr + head + x, new_decay * tl.exp(ring_sum))
+        tl.store(ring_g + (num_ring + i) * H, g, mask=i < num_new)
+    new_place = ring_k + (num_ring + t)[:, None] * (J * K) + kd[None, :]
+    mine = (kd < K)[None, :] & ((x < 8) & (t < num_new))[:, None]
+    tl.store(new_place, kq.to(ring_k_ptr.dtype.element_ty), mask=mine)
+
+
+@triton.jit
+def _see_one(
+    q_ptr, k_ptr, state, ring_u, weights_ptr, scales_ptr, num_ring, vd,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """What one token's key and query see of state and ring, elementwise: sums over tiles, reduced at the end."""
+    p = tl.arange(0, PIECE)
+    of_k = tl.zeros([PIECE, BLOCK], tl.float32)
+    of_q = tl.zeros([PIECE, BLOCK], tl.float32)
+    for start in tl.range(0, KEYS, PIECE, loop_unroll_factor=4):
+        kd = start + p
+        s = tl.load(state + kd[:, None] * V + vd[None, :], mask=(kd < K)[:, None] & (vd < V)[None, :], other=0.0)
+        of_k += s.to(tl.float32) * tl.load(k_ptr + kd, mask=kd < K, other=0.0).to(tl.float32)[:, None]
+        of_q += s.to(tl.float32) * tl.load(q_ptr + kd, mask=kd < K, other=0.0).to(tl.float32)[:, None]
+    of_k *= tl.load(scales_ptr)
+    of_q *= tl.load(scales_ptr + 8)
+    for start in range(0, num_ring, PIECE):
+        c = start + p
+        mask = (c < num_ring)[:, None] & (vd < V)[None, :]
+        u = tl.load(ring_u + c[:, None] * (H * V) + vd[None, :], mask=mask, other=0.0)
+        of_k += u * tl.load(weights_ptr + c)[:, None]
+        of_q += u * tl.load(weights_ptr + 8 * 64 + c)[:, None]
+    return tl.sum(of_k, 0), tl.sum(of_q, 0)
+
+
+@triton.jit
+def _see_many(
+    q_ptr, k_ptr, state, ring_u, weights_ptr, scales_ptr, num_ring, vd, first, j, q_stride, k_stride,
+    WIDTH: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What all vectors see of state and ring, on matrix units: [16, BLOCK]."""
+    x = tl.arange(0, 16)
+    piece: tl.constexpr = 32 if KEYS >= 32 else KEYS
+    past = tl.zeros([16, BLOCK], tl.float32)
+    for start in tl.range(0, KEYS, piece, num_stages=3):
+        kd = start + tl.arange(0, piece)
+        s = tl.load(state + kd[:, None] * V + vd[None, :], mask=(kd < K)[:, None] & (vd < V)[None, :], other=0.0)
+        kq = _vectors(q_ptr, k_ptr, first, q_stride, k_stride, j, kd, WIDTH, K).to(tl.float32)
+        past = tl.dot(kq, s.to(tl.float32), past, input_precision="tf32x3")
+    past *= tl.load(scales_ptr + x)[:, None]
+    for start in tl.range(0, num_ring, 32, num_stages=2):
+        c = start + tl.arange(0, 32)
+        mask = (c < num_ring)[:, None] & (vd < V)[None, :]
+        u = tl.load(ring_u + c[:, None] * (H * V) + vd[None, :], mask=mask, other=0.0)
+        weights = tl.load(weights_ptr + x[:, None] * 64 + c[None, :])
+        past = tl.dot(weights, u, past, input_precision="tf32x3")
+    return past
 
 
 @triton.jit
@@ -219,47 +278,32 @@ def _extend(
     h, r = tl.program_id(1), tl.program_id(2)
     j = h // (H // J)
     vd = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    p = tl.arange(0, PIECE)
+    x = tl.arange(0, 16)[:, None]
     num_ring = tl.load(num_ring_ptr + r).to(tl.int32)
     num_new = tl.load(num_new_ptr + r)
     first = r.to(tl.int64) * WIDTH
     head = (r.to(tl.int64) * H + h) * 16
     state = states_ptr + tl.load(slots_ptr + r) * state_stride + h * K * V
     ring_u = ring_u_ptr + tl.load(rows_ptr + r) * ring_u_stride + h * V
-    # One tile of sums for each vector, reduced over its rows only at the end.
-    past = ()
-    for x in tl.static_range(2 * WIDTH):
-        past = past + (tl.zeros([PIECE, BLOCK], tl.float32),)
-    for start in tl.range(0, KEYS, PIECE, loop_unroll_factor=4):
-        kd = start + p
-        s = tl.load(state + kd[:, None] * V + vd[None, :], mask=(kd < K)[:, None] & (vd < V)[None, :], other=0.0)
-        s = s.to(tl.float32)
-        new = ()
-        for x in tl.static_range(2 * WIDTH):
-            vector_ptr = k_ptr + (first + x) * k_stride if x < WIDTH else q_ptr + (first + x - WIDTH) * q_stride
-            vector = tl.load(vector_ptr + j * K + kd, mask=kd < K, other=0.0).to(tl.float32)
-            new = new + (past[x] + s * vector[:, None],)
-        past = new
-    scaled = ()
-    for x in tl.static_range(2 * WIDTH):
-        scaled = scaled + (past[x] * tl.load(scales_ptr + head + (x if x < WIDTH else x - WIDTH + 8)),)
-    past = scaled
-    for start in range(0, num_ring, PIECE):
-        c = start + p
-        u = tl.load(
-            ring_u + c[:, None] * (H * V) + vd[None, :], mask=(c < num_ring)[:, None] & (vd < V)[None, :], other=0.0
-        )
-        new = ()
-        for x in tl.static_range(2 * WIDTH):
-            weights = tl.load(weights_ptr + (head + (x if x < WIDTH else x - WIDTH + 8)) * 64 + c)
-            new = new + (past[x] + u * weights[:, None],)
-        past = new
+    if WIDTH == 1:
+        past_k, past_q = _see_one(
+            q_ptr + first * q_stride + j * K, k_ptr + first * k_stride + j * K, state, ring_u,
+            weights_ptr + head * 64, scales_ptr + head, num_ring, vd, H, K, V, KEYS, BLOCK, PIECE,
+        )  # fmt: skip
+    else:
+        past = _see_many(
+            q_ptr, k_ptr, state, ring_u, weights_ptr + head * 64, scales_ptr + head, num_ring, vd, first, j,
+            q_stride, k_stride, WIDTH, H, K, V, KEYS, BLOCK,
+        )  # fmt: skip
     # Among themselves, token after token.
     updates = ()
     for token in tl.static_range(WIDTH):
+        if WIDTH > 1:
+            past_k = tl.sum(tl.where(x == token, past, 0.0), 0)
+            past_q = tl.sum(tl.where(x == token + 8, past, 0.0), 0)
         v = tl.load(v_ptr + (first + token) * v_stride + h * V + vd, mask=vd < V, other=0.0).to(tl.float32)
-        rest = v - tl.sum(past[token], 0)
-        o = tl.sum(past[WIDTH + token], 0)
+        rest = v - past_k
+        o = past_q
         for earlier in tl.static_range(token):
             rest -= tl.load(among_ptr + (head + token) * 8 + earlier) * updates[earlier]
             o += tl.load(among_ptr + (head + 8 + token) * 8 + earlier) * updates[earlier]

@@ -11,7 +11,9 @@ Chunks lie on the 64-token grid, so S after a chunk is the state at a boundary: 
 else. A partial last chunk is filled up with zeros; S after it is not used.
 
 Operands of the matrix products that meet S: for float32 inputs three tf32 products, which keep float32's accuracy; for
-16-bit inputs what `operands` says, and tf32 in the triangular inverse.
+16-bit inputs what `operands` says, and tf32 in the triangular inverse. With bfloat16 operands a program must take 64
+values or more: narrower ones read outside of shared memory and give wrong numbers (Triton 3.6 on Hopper, seen with
+compute-sanitizer at 32 and 16), so a smaller head is filled up.
 
 Letters: N chunks, c tokens of a chunk (64), J key heads, H value heads, K and V head sizes.
 """
@@ -64,7 +66,7 @@ def prefill(
         "tf32x3" if operands == EXACT else "tf32", num_warps=prepare_warps,
     )  # fmt: skip
     o_THV = torch.empty(v_THV.shape, dtype=v_THV.dtype, device=device)
-    block = block or min(32, common.padded(value_size))
+    block = block or (64 if operands == BF16 else min(32, common.padded(value_size)))
     _advance[(triton.cdiv(value_size, block), num_heads, rows.num_rows)](
         q_TJK, k_TJK, v_THV, g_TH, solve_NHcc, qk_NHcc, from_start_NHc, to_end_NHc,
         states, ring_k, ring_u, ring_g, o_THV, rows.rows_R, rows.slots_in_R,
@@ -173,7 +175,8 @@ def _chunk(
     u = _product(solve, missing, OPERANDS)
     o = from_start[:, None] * _product(q, s, OPERANDS) + _product(qk, u, OPERANDS)
     tl.store(o_ptr + (t[:, None] * H + h) * V + vd[None, :], o.to(o_ptr.dtype.element_ty), mask=values)
-    s = s * last + _product(tl.trans(k), u * to_end[:, None], OPERANDS)
+    k_end = tl.trans(k.to(tl.float32) * to_end[:, None])
+    s = s * last + _product(k_end, u, OPERANDS)
     return k, u, s
 
 

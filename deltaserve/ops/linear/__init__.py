@@ -11,6 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from deltaserve.ops.dispatch import choose
+from deltaserve.ops.lazy import Lazy
 from deltaserve.ops.linear import reference
 from deltaserve.ops.linear.native import Packed, Table
 from deltaserve.ops.linear.packed import Product, is_for_kernels, pack, swap
@@ -30,7 +31,7 @@ __all__ = [
     "swap",
 ]
 
-IMPLEMENTATIONS = {"reference": reference}
+IMPLEMENTATIONS = {"reference": reference, "triton": Lazy("deltaserve.ops.linear.triton")}
 FP8_BLOCK = 128  # rows, and columns, that share one scale of block FP8
 NVFP4_GROUP = 16  # columns that share one scale of NVFP4
 

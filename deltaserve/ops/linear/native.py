@@ -7,6 +7,7 @@ widened in registers: the same arithmetic, half the reads.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -23,12 +24,16 @@ class Packed:
 
     __slots__ = ("_argument", "_function", "data", "matrix")
 
-    def __init__(self, weights: Tensor) -> None:
-        """[O, I] or [E, O, I] float32 on the CPU; copied."""
+    def __init__(self, weights: Tensor, arrange: Callable[[Tensor], Tensor] = torch.Tensor.contiguous) -> None:
+        """[O, I] or [E, O, I] float32 on the CPU; copied, after `arrange` has put each matrix in order."""
         stack = weights if weights.ndim == 3 else weights.unsqueeze(0)
         dtype = torch.bfloat16 if is_exact(stack, torch.bfloat16) else torch.float32
-        self.data = torch.stack([_lay_out(weight.to(dtype)) for weight in stack])
-        self.matrix = Matrix(self.data.data_ptr(), stack.shape[1], stack.shape[2], KINDS[dtype])
+        num_outputs, num_inputs = arrange(stack[0]).shape
+        first = _lay_out(arrange(stack[0]).to(dtype))
+        self.data = first.new_empty(len(stack), len(first))
+        for place, weight in zip(self.data, stack, strict=True):
+            place.copy_(_lay_out(arrange(weight).to(dtype)))
+        self.matrix = Matrix(self.data.data_ptr(), num_outputs, num_inputs, KINDS[dtype])
         self._argument = ctypes.byref(self.matrix)
         self._function = native.function("linear")
 

@@ -6,7 +6,8 @@ x is quantised on the way in, a scale per token and 128 columns, so that product
 | ---------- | ---------------------------------------------------------------------------------------------- |
 | up to 64   | `_tall`: reads the weight once; the weight is the tall operand; columns split over programs where |
 |            | the weight has few rows, partial sums added by a second kernel in a fixed order                |
-| more       | torch._scaled_mm (its 1 x 128 / 128 x 128 recipe); `_tall` in blocks of 64 where torch has none |
+| more       | torch._scaled_mm (its 1 x 128 / 128 x 128 recipe), or `_tall` in blocks of 64 tokens where the  |
+|            | inputs are no multiple of 512: cuBLAS then misreads the weight's scales                         |
 
 Letters: T tokens, N outputs, I inputs, S parts of the inputs.
 """
@@ -38,10 +39,9 @@ def silu_mul_quantize(gate_up_T2F: Tensor) -> tuple[Tensor, Tensor]:
 def linear_fp8(x_TI: Tensor, weight_NI: Tensor, scale_inv: Tensor, parts: int | None = None) -> Tensor:
     """[T, N] bfloat16. weight float8_e4m3, scale_inv [ceil(N / 128), ceil(I / 128)] float32, I a multiple of 128."""
     assert weight_NI.shape[1] % GROUP == 0, f"inputs must be a multiple of {GROUP}, not {weight_NI.shape[1]}"
-    x8_TI, x_scale = quantize(x_TI)
-    if len(x_TI) > FEW_TOKENS and weight_NI.shape[0] % 16 == 0:
-        return _scaled_mm(x8_TI, x_scale, weight_NI, scale_inv)
-    return few(x8_TI, x_scale, weight_NI, scale_inv, parts)
+    if len(x_TI) > FEW_TOKENS and weight_NI.shape[0] % 16 == 0 and weight_NI.shape[1] % (4 * GROUP) == 0:
+        return _scaled_mm(x_TI, weight_NI, scale_inv)
+    return few(*quantize(x_TI), weight_NI, scale_inv, parts)
 
 
 def few(
@@ -72,26 +72,35 @@ def few(
     return y
 
 
-def _scaled_mm(x8_TI: Tensor, x_scale: Tensor, weight_NI: Tensor, scale_inv: Tensor) -> Tensor:
-    """torch wants the scales of x with tokens next to each other in memory."""
-    x_scale = x_scale.t().contiguous().t()
-    return torch._scaled_mm(x8_TI, weight_NI.t(), x_scale, scale_inv.t(), out_dtype=torch.bfloat16)
+def _scaled_mm(x_TI: Tensor, weight_NI: Tensor, scale_inv: Tensor) -> Tensor:
+    """Rows are padded to what cuBLAS takes, with whatever is there: a row's result knows no other row.
+
+    It wants the scales of x with tokens next to each other.
+    """
+    num_tokens, padded = len(x_TI), -(-len(x_TI) // 16) * 16
+    x8, x_scale = _quantize_rows(x_TI, x_TI.shape[1], False, padded)
+    y = torch._scaled_mm(x8, weight_NI.t(), x_scale, scale_inv.t(), out_dtype=torch.bfloat16)
+    return y[:num_tokens]
 
 
-def _quantize_rows(x: Tensor, size: int, has_gate: bool) -> tuple[Tensor, Tensor]:
-    y = torch.empty(len(x), size, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(len(x), triton.cdiv(size, GROUP), device=x.device)
-    groups = min(8, triton.next_power_of_2(scales.shape[1]))
+def _quantize_rows(x: Tensor, size: int, has_gate: bool, padded: int | None = None) -> tuple[Tensor, Tensor]:
+    """With `padded`, that many rows, and scales lie token by token; else group by group."""
+    num_groups = triton.cdiv(size, GROUP)
+    y = torch.empty(padded or len(x), size, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(len(x), num_groups, device=x.device)
+    if padded:
+        scales = torch.empty(num_groups, padded, device=x.device).t()
+    groups = min(8, triton.next_power_of_2(num_groups))
     if len(x):
-        grid = (len(x), triton.cdiv(scales.shape[1], groups))
-        _quantize[grid](x, y, scales, x.stride(0), size, scales.shape[1], has_gate, groups)
+        grid = (len(x), triton.cdiv(num_groups, groups))
+        _quantize[grid](x, y, scales, x.stride(0), *scales.stride(), size, num_groups, has_gate, groups)
     return y, scales
 
 
 @triton.jit
 def _quantize(
-    x_ptr, y_ptr, scale_ptr, stride, SIZE: tl.constexpr, NUM_GROUPS: tl.constexpr, SILU: tl.constexpr,
-    GROUPS: tl.constexpr,
+    x_ptr, y_ptr, scale_ptr, stride, scale_token, scale_group,
+    SIZE: tl.constexpr, NUM_GROUPS: tl.constexpr, SILU: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
@@ -101,7 +110,7 @@ def _quantize(
         x = x * tl.sigmoid(x) * tl.load(x_ptr + t * stride + SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(x), 1), 1e-8) / 448.0
     tl.store(y_ptr + t * SIZE + i, (x / scale[:, None]).to(tl.float8e4nv), mask=i < SIZE)
-    tl.store(scale_ptr + t * NUM_GROUPS + group, scale, mask=group < NUM_GROUPS)
+    tl.store(scale_ptr + t * scale_token + group * scale_group, scale, mask=group < NUM_GROUPS)
 
 
 @triton.jit

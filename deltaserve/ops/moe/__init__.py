@@ -8,12 +8,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from deltaserve.ops.dispatch import choose
+from deltaserve.ops.lazy import Lazy
 from deltaserve.ops.moe import reference
 from deltaserve.ops.moe.native import ExpertWeights, FeedForward
 
 __all__ = ["ExpertWeights", "FeedForward", "experts", "feed_forward", "route"]
 
-IMPLEMENTATIONS = {"reference": reference}
+IMPLEMENTATIONS = {"reference": reference, "triton": Lazy("deltaserve.ops.moe.triton")}
 
 
 def route(logits_TE: Tensor, top_k: int, renormalize: bool, force: str | None = None) -> tuple[Tensor, Tensor]:
@@ -43,11 +44,17 @@ def experts(
 
 
 def feed_forward(
-    ffn: FeedForward, x_TD: Tensor, residual_TD: Tensor | None, scale_D: Tensor | None, eps: float
+    ffn: FeedForward,
+    x_TD: Tensor,
+    residual_TD: Tensor | None,
+    scale_D: Tensor | None,
+    eps: float,
+    num_extend: int,
 ) -> tuple[Tensor, Tensor]:
     """Norm and FFN by its prepared weights: (ffn(norm(x + residual)), x + residual), all [T, D].
 
     The FFN is routing, experts and the shared expert, or a dense SwiGLU. A residual of None is zero, a scale of None
-    leaves the norm out. The first output lacks the sum over ranks.
+    leaves the norm out. The first num_extend tokens are those of extend rows. The first output lacks the sum over
+    ranks.
     """
-    return ffn(x_TD, residual_TD, scale_D, eps)
+    return ffn(x_TD, residual_TD, scale_D, eps, num_extend)

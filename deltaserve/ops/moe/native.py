@@ -29,13 +29,13 @@ class FeedForward:
     """y = the routed experts, if any, plus the (gated) shared one; see `moe.feed_forward`."""
 
     def __init__(self, gate_up_2SD: Tensor, down_DS: Tensor, experts: ExpertWeights | None) -> None:
-        shared = (Packed(_interleaved(gate_up_2SD)), Packed(_padded(down_DS)))
+        shared = (Packed(gate_up_2SD, _interleaved), Packed(down_DS, _padded))
         packed: tuple[Packed, ...] = shared
         self._struct = Ffn(shared_up=shared[0].matrix, shared_down=shared[1].matrix)
         if experts is not None:
-            stacks = (_interleaved(experts.gate_up_E2FD), _padded(experts.down_EDF))
             routing = (Packed(experts.router_ED), Packed(experts.shared_gate_1D))
-            packed = (*shared, *routing, *map(Packed, stacks))
+            stacks = (Packed(experts.gate_up_E2FD, _interleaved), Packed(experts.down_EDF, _padded))
+            packed = (*shared, *routing, *stacks)
             matrices: list[Matrix] = [weight.matrix for weight in packed[2:]]
             numbers = (len(experts.router_ED), experts.top_k, int(experts.renormalize))
             self._struct = Ffn(*matrices, shared[0].matrix, shared[1].matrix, *numbers)
@@ -44,12 +44,12 @@ class FeedForward:
         self._function = native.function("ffn")
 
     def __call__(
-        self, x_TD: Tensor, residual_TD: Tensor | None, scale_D: Tensor | None, eps: float
+        self, x_TD: Tensor, residual_TD: Tensor | None, scale_D: Tensor | None, eps: float, num_extend: int
     ) -> tuple[Tensor, Tensor]:
         x_TD = x_TD.contiguous()
         entry, y_TD, total_TD = entry_arguments(x_TD, residual_TD, scale_D)
         outputs = (total_TD.data_ptr(), y_TD.data_ptr())
-        if self._function(self._ffn, len(x_TD), *entry, eps, *outputs, torch.get_num_threads()):
+        if self._function(self._ffn, len(x_TD), num_extend, *entry, eps, *outputs, torch.get_num_threads()):
             raise MemoryError("no memory for a layer's scratch")
         return y_TD, total_TD
 

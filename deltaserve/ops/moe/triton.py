@@ -5,7 +5,7 @@ block and N tile and reads only the experts that were chosen. Up to about 1,024 
 weights, so the weight is the tall operand (SWAP) and blocks are small. No order within an expert is promised, and none
 shows: each pair's result depends on its own row alone. Sums over a token's experts are in the order of its routing.
 
-    pairs --rank within expert--> blocks --gate_up--> [n, 2F] --silu * up (and FP8)--> [n, F] --down--> [n, D] --sum--> [T, D]
+    pairs --rank in expert--> blocks --gate_up--> [n, 2F] --silu * up--> [n, F] --down--> [n, D] --sum--> [T, D]
 
 Letters: T tokens, k experts per token, n = T k pairs, E experts, D width, F expert width, N and I outputs and inputs
 of one product.
@@ -35,6 +35,9 @@ class Tuning:
     num_warps: int | None = None
     num_stages: int | None = None
     use_bulk_copies: bool = True
+
+
+BY_SIZE = Tuning()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ def experts(
     experts_Tk: Tensor,
     gate_up_E2FD: Tensor,
     down_EDF: Tensor,
-    tuning: Tuning = Tuning(),
+    tuning: Tuning = BY_SIZE,
 ) -> Tensor:
     top_k = experts_Tk.shape[1]
     blocks = sort_pairs(experts_Tk, gate_up_E2FD.shape[0], False, tuning)
@@ -88,7 +91,7 @@ def experts_fp8(
     gate_up_scale: Tensor,
     down_EDF: Tensor,
     down_scale: Tensor,
-    tuning: Tuning = Tuning(),
+    tuning: Tuning = BY_SIZE,
 ) -> Tensor:
     """`experts` of float8_e4m3 weights with scales [E, ceil(rows / 128), ceil(columns / 128)] float32."""
     top_k = experts_Tk.shape[1]
@@ -99,7 +102,7 @@ def experts_fp8(
     return _sum(y_nD, weights_Tk, x_TD.dtype)
 
 
-def sort_pairs(experts_Tk: Tensor, num_experts: int, is_fp8: bool, tuning: Tuning = Tuning()) -> Blocks:
+def sort_pairs(experts_Tk: Tensor, num_experts: int, is_fp8: bool, tuning: Tuning = BY_SIZE) -> Blocks:
     num_pairs, device = experts_Tk.numel(), experts_Tk.device
     block = tuning.block or _block(num_pairs, num_experts, is_fp8)
     most_blocks = num_pairs if num_pairs < num_experts else num_pairs // block + num_experts
@@ -125,20 +128,21 @@ def product(
     weight_scale: Tensor | None,
     blocks: Blocks,
     top_k: int,
-    tuning: Tuning = Tuning(),
+    tuning: Tuning = BY_SIZE,
 ) -> Tensor:
     """[pairs, N]: row p is x[p // top_k] W^T of the pair's expert; bfloat16 for float8 operands, else x's dtype."""
     num_outputs, num_inputs = weight_ENI.shape[1:]
     assert weight_ENI.stride(2) == 1 and x_nI.stride(1) == 1
-    is_fp8 = x_scale is not None
+    is_fp8 = x_scale is not None and weight_scale is not None
     num_pairs = len(x_nI) * top_k
     y = torch.empty(num_pairs, num_outputs, dtype=torch.bfloat16 if is_fp8 else x_nI.dtype, device=x_nI.device)
     is_few = blocks.block <= 16
     swap = is_few if tuning.swap is None else tuning.swap
     step = 128 if is_fp8 else tuning.step or min(64 if x_nI.dtype.itemsize < 4 else 32, common.padded(num_inputs))
     tile = tuning.tile or min(64 if is_few else 128, common.padded(num_outputs))
-    scales = (x_scale, weight_scale) if is_fp8 else (x_nI, x_nI)
-    scale_strides = (x_scale.shape[1], *weight_scale.stride()[:2]) if is_fp8 else (0, 0, 0)
+    scales, scale_strides = (x_nI, x_nI), (0, 0, 0)
+    if x_scale is not None and weight_scale is not None:
+        scales, scale_strides = (x_scale, weight_scale), (x_scale.shape[1], *weight_scale.stride()[:2])
     bulk = tuning.use_bulk_copies and common.takes_bulk_copies(weight_ENI) and weight_ENI.is_contiguous()
     weight = common.matrix_descriptor(weight_ENI, tile, step) if bulk else weight_ENI
     _product[(triton.cdiv(num_outputs, tile), len(blocks.experts_B))](

@@ -306,13 +306,14 @@ int deltaserve_attention_mixer(const struct attention_layer *layer, const struct
     float *memory = reserve(num_threads * each + T * (width + mixed_width + layer->out.outs) + 2 * LANES);
     if (!memory) return 1;
     float *projected = memory + num_threads * each, *mixed = projected + round_up(T * width, LANES);
+    long few = extend_tokens(extend);
     struct entry entry = {x, residual, scale, (float)layer->eps, T, layer->out.outs, total,
                           mixed + round_up(T * mixed_width, LANES)};
     struct attend_work attend = {s, pool, extend, prefill, projected, projected + s->head_dim, width,
                                  2 * s->head_dim, mixed};
     struct layer_work work = {layer, attend, kv_slots, cosines, sines, T, R, projected, memory, each, entry,
-                              {&layer->qkv, T, entered(&entry), layer->qkv.ins, projected, width},
-                              {&layer->out, T, mixed, mixed_width, y, layer->out.outs}};
+                              {&layer->qkv, T, few, entered(&entry), layer->qkv.ins, projected, width, 0},
+                              {&layer->out, T, few, mixed, mixed_width, y, layer->out.outs, 0}};
     run(num_threads, layer_body, &work);
     return 0;
 }

@@ -245,9 +245,10 @@ int deltaserve_gdn_mixer(const struct gdn_layer *layer, const struct gdn_pool *p
     work.entry = (struct entry){x, residual, scale, (float)layer->eps, T, D, total,
                                 work.mixed + round_up(T * values, LANES)};
     x = entered(&work.entry);
-    work.qkvz = (struct linear){&layer->qkvz, T, x, layer->qkvz.ins, work.projected, width};
-    work.ba = (struct linear){&layer->ba, T, x, layer->ba.ins, work.gates, 2 * H};
-    work.out = (struct linear){&layer->out, T, work.mixed, values, y, layer->out.outs};
+    long few = extend_tokens(extend);
+    work.qkvz = (struct linear){&layer->qkvz, T, few, x, layer->qkvz.ins, work.projected, width, 0};
+    work.ba = (struct linear){&layer->ba, T, few, x, layer->ba.ins, work.gates, 2 * H, 0};
+    work.out = (struct linear){&layer->out, T, few, work.mixed, values, y, layer->out.outs, 0};
     run(num_threads, mixer_body, &work);
     return 0;
 }

@@ -111,21 +111,38 @@ INLINE long block_scratch(const struct matrix *w) { return round_up(min_of(w->in
 void block_product(const struct matrix *w, long block, long M, const float *x, long xm, float *y, long ym,
                    float *scratch);
 
-/* y = w x for M rows, as items that threads share: a block of outputs for up to ROWS_PER_ITEM rows each. y may be exactly
- * `outs` wide. */
+/* Matrix tiles, where the processor has them: y [M, outs] = w x for up to TILED rows. See tiles.c. */
+enum { TILED = 64 };
+int can_tile(const struct matrix *w);
+long tiles_scratch(const struct matrix *w);
+void tiles_product(const struct matrix *w, long M, const float *x, long xm, float *y, long ym, float *scratch);
+
+/* y = w x for M rows, as items that threads share. The first `few` rows go through vectors, a block of outputs for up to
+ * ROWS_PER_ITEM rows at a time; the rest through tiles where there are any. Tiles round otherwise, so `few` is the number
+ * of extend tokens, and a token's result does not depend on how many others there are. With `is_swiglu` the weight is a
+ * gate_up, 16 gate rows, then their 16 up rows, and so on; y is silu(gate) * up, half as wide. y may be exactly as wide
+ * as it is said here. */
 enum { ROWS_PER_ITEM = 192 };
 struct linear {
     const struct matrix *w;
-    long M;
+    long M, few;
     const float *x;
     long xm;
     float *y;
     long ym;
+    int is_swiglu;
 };
+INLINE long rows_of_vectors(const struct linear *l) { return can_tile(l->w) ? min_of(l->few, l->M) : l->M; }
 INLINE long linear_items(const struct linear *l) {
-    return num_blocks(l->w) * ((l->M + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM);
+    long few = rows_of_vectors(l), tiled = (l->M - few + TILED - 1) / TILED;
+    return tiled + num_blocks(l->w) * ((few + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM);
 }
-INLINE long linear_scratch(const struct matrix *w) { return block_scratch(w) + ROWS_PER_ITEM * GRID; }
+/* Scratch of an item whose rows may go through tiles, and of one whose rows may not. */
+INLINE long vector_scratch(const struct matrix *w) { return block_scratch(w) + ROWS_PER_ITEM * GRID; }
+INLINE long linear_scratch(const struct matrix *w) {
+    long tiled = can_tile(w) ? tiles_scratch(w) + TILED * w->outs : 0;
+    return tiled > vector_scratch(w) ? tiled : vector_scratch(w);
+}
 void linear_item(const void *linear, long item, float *scratch);
 
 /* y = x * rsqrt(mean(x^2) + eps) * scale. */

@@ -51,7 +51,7 @@ SIGNATURES = {
     "gdn_mixer": (_P, _P, _N) + (_P,) * 7 + (_N,),
     "attention": (_P, _P, _P, _P, _P, _P, _N),
     "attention_mixer": (_P, _P, _N) + (_P,) * 8 + (_N, _P, _P, _N),
-    "ffn": (_P, _N, _P, _P, _P, _F, _P, _P, _N),
+    "ffn": (_P, _N, _N, _P, _P, _P, _F, _P, _P, _N),
 }
 
 
@@ -95,13 +95,13 @@ def _compilers() -> Iterator[str]:
 def _open(compiler: str) -> ctypes.CDLL:
     """From the cache if it has a sound copy, else built into it, else built for this process alone."""
     name = f"kernels-{_key(compiler)}.so"
-    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deltaserve"
     try:
+        directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deltaserve"
         directory.mkdir(parents=True, exist_ok=True)
         if not _is_sound(directory / name):
             _build_into(compiler, directory, name)
         return ctypes.CDLL(str(directory / name))
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: this user has no home directory
         with tempfile.TemporaryDirectory() as scratch:
             _build_into(compiler, Path(scratch), name)
             return ctypes.CDLL(str(Path(scratch) / name))

@@ -1,19 +1,44 @@
 /* Products with a weight, and what is done to single rows: norms and rotary angles. */
 #include "kernels.h"
 
+static void swiglu_rows(long M, long width, const float *both, long bm, float *y, long ym) {
+    for (long m = 0; m < M; m++)
+        for (long n = 0; n < width; n += 2 * LANES)
+            store(y + m * ym + n / 2, silu_of(load(both + m * bm + n)) * load(both + m * bm + n + LANES));
+}
+
+static void tiled_item(const struct linear *l, long first, float *scratch) {
+    long rows = min_of(TILED, l->M - first), outs = l->w->outs;
+    const float *x = l->x + first * l->xm;
+    float *y = l->y + first * l->ym, *both = scratch + tiles_scratch(l->w);
+    if (!l->is_swiglu) tiles_product(l->w, rows, x, l->xm, y, l->ym, scratch);
+    else {
+        tiles_product(l->w, rows, x, l->xm, both, outs, scratch);
+        swiglu_rows(rows, outs, both, outs, y, l->ym);
+    }
+}
+
 void linear_item(const void *argument, long item, float *scratch) {
     const struct linear *l = argument;
+    long few = rows_of_vectors(l), tiled = (l->M - few + TILED - 1) / TILED;
+    if (item < tiled) {
+        tiled_item(l, few + item * TILED, scratch);
+        return;
+    }
+    item -= tiled;
     long block = item % num_blocks(l->w), first = item / num_blocks(l->w) * ROWS_PER_ITEM;
-    long rows = min_of(ROWS_PER_ITEM, l->M - first), width = min_of(GRID, l->w->outs - block * GRID);
+    long rows = min_of(ROWS_PER_ITEM, few - first), width = min_of(GRID, l->w->outs - block * GRID);
     const float *x = l->x + first * l->xm;
-    float *y = l->y + first * l->ym + block * GRID;
-    if (width % LANES == 0) {
+    float *y = l->y + first * l->ym + (l->is_swiglu ? block * GRID / 2 : block * GRID);
+    if (!l->is_swiglu && width % LANES == 0) {
         block_product(l->w, block, rows, x, l->xm, y, l->ym, scratch);
         return;
     }
     float *whole = scratch + block_scratch(l->w);
     block_product(l->w, block, rows, x, l->xm, whole, GRID, scratch);
-    for (long m = 0; m < rows; m++) memcpy(y + m * l->ym, whole + m * GRID, (size_t)width * sizeof(float));
+    if (l->is_swiglu) swiglu_rows(rows, width, whole, GRID, y, l->ym);
+    else
+        for (long m = 0; m < rows; m++) memcpy(y + m * l->ym, whole + m * GRID, (size_t)width * sizeof(float));
 }
 
 struct linear_work {
@@ -23,13 +48,13 @@ struct linear_work {
 
 static void linear_body(const void *argument, struct team *team, long thread) {
     const struct linear_work *work = argument;
-    float *scratch = work->scratch + thread * linear_scratch(work->linear.w);
+    float *scratch = work->scratch + thread * vector_scratch(work->linear.w);
     share(team, 0, linear_items(&work->linear), linear_item, &work->linear, scratch);
 }
 
 /* y [M, outs] = x [M, ins] w^T. */
 int deltaserve_linear(const struct matrix *w, long M, const float *x, float *y, long num_threads) {
-    struct linear_work work = {{w, M, x, w->ins, y, w->outs}, reserve(num_threads * linear_scratch(w))};
+    struct linear_work work = {{w, M, M, x, w->ins, y, w->outs, 0}, reserve(num_threads * vector_scratch(w))};
     if (!work.scratch) return 1;
     run(num_threads, linear_body, &work);
     return 0;

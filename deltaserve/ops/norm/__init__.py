@@ -8,9 +8,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from deltaserve.ops.dispatch import choose
+from deltaserve.ops.lazy import Lazy
 from deltaserve.ops.norm import native, reference
 
-IMPLEMENTATIONS = {"reference": reference, "native": native}
+IMPLEMENTATIONS = {"reference": reference, "native": native, "triton": Lazy("deltaserve.ops.norm.triton")}
 
 
 def rms_norm(x: Tensor, scale: Tensor, eps: float, force: str | None = None) -> Tensor:

@@ -45,7 +45,7 @@ def _strides(x: Tensor) -> tuple[int, int, int, int]:
     return x.stride(0), 0, 1, x.shape[1]
 
 
-def _launch(kernel, x: Tensor, tensors: tuple, eps: float) -> None:  # noqa: ANN001
+def _launch(kernel, x: Tensor, tensors: tuple, eps: float) -> None:
     token_stride, head_stride, num_heads, size = _strides(x)
     num_rows = x.numel() // size
     width = triton.next_power_of_2(size)

@@ -8,9 +8,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from deltaserve.ops.dispatch import choose
+from deltaserve.ops.lazy import Lazy
 from deltaserve.ops.rope import native, reference
 
-IMPLEMENTATIONS = {"reference": reference, "native": native}
+IMPLEMENTATIONS = {"reference": reference, "native": native, "triton": Lazy("deltaserve.ops.rope.triton")}
 
 
 def cos_sin(positions_T: Tensor, rotary_dim: int, theta: float, force: str | None = None) -> tuple[Tensor, Tensor]:

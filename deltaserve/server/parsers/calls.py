@@ -58,6 +58,13 @@ class CallSplitter:
         self._raw: list[str] = []  # of a JSON call that may turn out to be none
         self._is_wrapped = False  # a `<tool_call>` is open
         self._was_json = False
+        self._steps = {
+            _In.TEXT: self._read_text,
+            _In.XML: self._read_xml,
+            _In.JSON: self._read_json,
+            _In.AFTER: self._read_after,
+            _In.NOTHING: self._drop_rest,
+        }
 
     @property
     def is_done(self) -> bool:
@@ -65,9 +72,7 @@ class CallSplitter:
 
     def feed(self, text: str, end: End = End.OPEN) -> list[Part]:
         self._held += text
-        steps = {_In.TEXT: self._read_text, _In.XML: self._read_xml, _In.JSON: self._read_json}
-        steps |= {_In.AFTER: self._read_after, _In.NOTHING: self._drop_rest}
-        while steps[self._in](end):
+        while self._steps[self._in](end):
             pass
         if end is not End.OPEN:
             self._sink.finish()
@@ -147,8 +152,7 @@ class CallSplitter:
     def _read_after(self, end: End) -> bool:
         start = skip_blank(self._held, 0)
         if start == len(self._held) or starts_with_part(self._held, start, self._closing_marks()):
-            self._drop(len(self._held) if end is not End.OPEN else 0)
-            return False
+            return self._end_after(end)
         if self._skip_closing(start):
             return True
         if self._is_single:
@@ -160,6 +164,15 @@ class CallSplitter:
         else:
             self._in = _In.TEXT
         return True
+
+    def _end_after(self, end: End) -> bool:
+        """Nothing but white space, or half a mark."""
+        if end is End.CUT or not self._held.strip():
+            self._drop(0 if end is End.OPEN else len(self._held))
+        elif end is End.ENDED:
+            self._in = _In.TEXT
+            return True
+        return False
 
     def _open_next(self, start: int, end: End) -> bool:
         """A second call within one `<tool_call>`."""

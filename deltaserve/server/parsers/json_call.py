@@ -46,10 +46,7 @@ class JsonCall:
         """Take what is certain; the number of characters taken. With an `end`, all of it, or what the call has."""
         position = 0
         while self.is_open and position < len(text):
-            after = self._step(text, position)
-            if after == position and self.is_open and self._reader is None:
-                break
-            position = after
+            position = self._step(text, position)
         if self.is_open and end is not End.OPEN:
             self._finish(end)
         return position
@@ -73,7 +70,7 @@ class JsonCall:
             self._begin(character)
             return position
         else:
-            self._break()
+            self._break(character)
             return position
         return position + 1
 
@@ -97,7 +94,7 @@ class JsonCall:
         if self._reader.is_complete:
             self._end_json()
         elif self._reader.is_broken:
-            self._break()
+            self._break(text[position])
         return position
 
     def _end_json(self) -> None:
@@ -119,9 +116,9 @@ class JsonCall:
             self._name = json.loads(written) if written.startswith('"') else ""
             self._check(bool(self._name))
         elif self._is_argument:
-            found = "{}" if written == "null" else strict_container(written)
-            self._arguments = found or ""
-            self._check(self._arguments.startswith("{"))
+            found = "{}" if written == "null" else strict_container(written) or ""
+            self._arguments = found if found.startswith("{") else ""
+            self._check(bool(self._arguments))
         if self._name and self._arguments and not self.is_started:
             self._start()
             self._sink.add_arguments(self._arguments)
@@ -141,18 +138,18 @@ class JsonCall:
             self._sink.add_arguments("{}")
         self.is_failed = not self.is_started
 
-    def _break(self) -> None:
-        """What comes next fits nowhere: the call ends here, closed if only brackets are missing."""
+    def _break(self, character: str) -> None:
+        """What comes next fits nowhere. Before a mark only brackets are missing; anything else spoils the call."""
+        is_mark = character == "<"
         if self._streams and self._reader is not None:
-            closing = self._reader.close()
+            closing = self._reader.close() if is_mark else None
             self._sink.add_arguments(closing or "")
             self._sink.say("" if closing is not None else self._reader.pending)
-            self.is_open = False
-        elif self._at in (_At.KEY, _At.COMMA):
+        elif is_mark and self._at is _At.COMMA:
             self._close()
         else:
             self._check(self.is_started)
-            self.is_open = False
+        self.is_open = False
 
     def _finish(self, end: End) -> None:
         """The text is over."""

@@ -26,6 +26,7 @@ class MessageReader:
         self._calls = calls
         self._start = start
         self._offsets: deque[int] = deque()  # of tokens that may be thinking
+        self._is_counting = True
 
     @property
     def is_done(self) -> bool:
@@ -56,14 +57,13 @@ class MessageReader:
         return self._calls.feed(content, end)
 
     def _count(self, offsets: Iterable[int]) -> None:
-        thinking = self._thinking
-        if not thinking.is_thinking and not self._offsets and thinking.end == thinking.start:
+        if not self._is_counting:
             return
+        thinking = self._thinking
         self._offsets.extend(offsets)
         while self._offsets and self._offsets[0] < thinking.end:
             self.num_reasoning += self._offsets.popleft() >= thinking.start
-        if not thinking.is_thinking:
-            self._offsets.clear()
+        self._is_counting = thinking.is_thinking
 
 
 def _end_of(delta: TextDelta) -> End:

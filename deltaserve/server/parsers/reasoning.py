@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Container
+from collections.abc import Collection
 from typing import NamedTuple
 
 from deltaserve.server.parsers.marks import (
@@ -77,7 +77,7 @@ class ReasoningSplitter:
     The thinking so far is [start, end) of all text that was fed, marks outside.
     """
 
-    def __init__(self, state: State, names: Container[str] = ()) -> None:
+    def __init__(self, state: State, names: Collection[str] = ()) -> None:
         self.state = state
         self.start = self.end = 0
         self.was_interrupted = False  # a call came before `</think>`

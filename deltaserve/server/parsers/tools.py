@@ -25,8 +25,14 @@ from deltaserve.server.parsers.json_text import NUMBER, strict_container
 # Besides JSON schema's own names, those of programming languages, which tools in the wild have.
 TYPE_NAMES = {
     **{name: name for name in ("string", "integer", "number", "boolean", "null", "array", "object")},
-    **{"int": "integer", "float": "number", "double": "number", "bool": "boolean"},
-    **{"dict": "object", "list": "array", "tuple": "array", "none": "null"},
+    "int": "integer",
+    "float": "number",
+    "double": "number",
+    "bool": "boolean",
+    "dict": "object",
+    "list": "array",
+    "tuple": "array",
+    "none": "null",
 }
 MAX_DEPTH = 16
 _INTEGER = re.compile(r"([+-]?)0*([0-9]+)(\.0+)?")

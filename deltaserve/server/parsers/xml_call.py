@@ -62,6 +62,8 @@ class XmlCall:
         self._keys: list[str] = []
         self._value: XmlValue | None = None
         self._json: JsonText | None = None  # arguments that are one object
+        self._is_stray = False  # in text that is no part of the format
+        self._may_be_json = True
         sink.start_call(tool.name)
 
     def read(self, text: str, end: End) -> int:
@@ -79,21 +81,25 @@ class XmlCall:
             return self._read_value(text, position, end)
         if self._json is not None and not (self._json.is_complete or self._json.is_broken):
             return self._read_json(text, position)
-        return self._read_between(text, position)
+        stray_size = self._say(text, position) if self._is_stray else 0
+        return stray_size or self._read_between(text, position)
 
     def _read_value(self, text: str, position: int, end: End) -> int:
         assert self._value is not None
         size = self._value.read(text, position, end)
-        if not self._value.is_open:
-            self._value = None
-        return size
+        if self._value.is_open:
+            return size
+        self._value = None
+        return size or self._read_between(text, position)
 
     def _read_json(self, text: str, position: int) -> int:
         assert self._json is not None
         written, after = self._json.feed(text, position)
         self._sink.add_arguments(written)
         if self._json.is_broken:
-            self._sink.say(self._json.pending)
+            closing = self._json.close() if text[after] == "<" else None
+            self._sink.add_arguments(closing or "")
+            self._sink.say("" if closing is not None else self._json.pending)
         # Nothing read, but something learnt: the object broke off here.
         return after - position or self._read_between(text, position)
 
@@ -110,7 +116,8 @@ class XmlCall:
         if text.startswith((CALL_END, CALL, FUNCTION), position):
             self._close()
             return 0
-        if text[position] == "{" and not self._keys and self._json is None:
+        if text[position] == "{" and self._may_be_json:
+            self._may_be_json = False
             self._json = JsonText()
             return self._read_json(text, position)
         return self._say(text, position)
@@ -126,13 +133,17 @@ class XmlCall:
     def _begin_value(self, header: Header) -> None:
         self._sink.add_arguments(("{" if not self._keys else ", ") + json.dumps(header.name, ensure_ascii=False) + ": ")
         self._keys.append(header.name)
+        self._may_be_json = False
         self._value = XmlValue(header, self._tool, self._keys, self._sink)
 
     def _say(self, text: str, position: int) -> int:
-        """Text that is no part of the format, up to the next mark."""
-        after = text.find("<", position + 1)
-        self._sink.say(text[position : after if after >= 0 else len(text)])
-        return (after if after >= 0 else len(text)) - position
+        """Text up to the next mark."""
+        after = text.find("<", position + (not self._is_stray))
+        self._is_stray, self._may_be_json = after < 0, False
+        if after < 0:
+            after = len(text)
+        self._sink.say(text[position:after])
+        return after - position
 
     def _close(self) -> None:
         self.is_open = False
@@ -144,7 +155,7 @@ class XmlCall:
             self._value.finish(rest, end)
         elif rest.startswith(PARAMETER):
             self._finish_key(rest, end)
-        if self._json is not None and end is End.ENDED:
+        if self._json is not None and not self._json.is_broken and end is End.ENDED:
             self._sink.add_arguments(self._json.close() or "")
         if end is End.ENDED:
             self._close()
@@ -222,7 +233,8 @@ class XmlValue:
     def _find_end(self, text: str, start: int, end: End) -> _Found:
         position = text.find("<", start)
         while position >= 0:
-            size = self._end_at(text, position, end, is_line=position == start or text[position - 1] == "\n")
+            is_line = self._is_new if position == start else text[position - 1] == "\n"
+            size = self._end_at(text, position, end, is_line)
             if size is None or size >= 0:
                 return _Found(position, size)
             position = text.find("<", position + 1)
@@ -233,7 +245,8 @@ class XmlValue:
         for mark, followers in FOLLOWERS.items():
             if text.startswith(mark, position):
                 follows = _follows(text, position + len(mark), followers, end)
-                return follows and (len(mark) if mark == PARAMETER_END else 0) if follows is not False else -1
+                taken = len(mark) if mark == PARAMETER_END else 0
+                return None if follows is None else taken if follows else -1
         if text.startswith(PARAMETER, position) and is_line:
             return self._next_key_at(text, position, end)
         return None if end is End.OPEN and starts_with_part(text, position, VALUE_MARKS) else -1
