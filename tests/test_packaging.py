@@ -37,7 +37,7 @@ def imported(folder: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("folder", "extras"), [("deltaserve", ["bench"]), ("tests", ["bench", "test"]), ("scripts", ["test"])]
+    ("folder", "extras"), [("deltaserve", ["bench", "cuda"]), ("tests", ["bench", "test"]), ("scripts", ["test"])]
 )
 def test_every_import_is_declared(folder: str, extras: list[str]) -> None:
     declared = names(PROJECT["dependencies"]).union(*(names(EXTRAS[extra]) for extra in extras))

@@ -213,7 +213,7 @@ class CacheManager:
         holding = self._holdings.pop(request.id)
         self._publisher.pass_wanted(request, holding, request.num_known)
         if not is_sound:
-            self._publisher.withdraw(holding)
+            self._publisher.withdraw(holding, self._holdings.values())
         elif holding.is_donor and holding.boundary:
             self._publisher.donate(request, holding, is_preempted=request.status is RequestStatus.RUNNING)
         self._give_back_cuts(holding)

@@ -2,11 +2,12 @@
 
 Nothing is published but full blocks of accepted tokens that a finished step has written: pages below the request's
 boundary, and slots for which `may_publish` says so and whose recorded write is of this very path. A request that fails
-takes back what it has published; one that runs while the cache is reset publishes no more.
+takes back what it has published; one that went on from that, or runs while the cache is reset, publishes no more.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from deltaserve.cache.boundaries import BoundaryKind, SlotVersion, Wanted, may_publish
@@ -82,14 +83,22 @@ class Publisher:
             snapshot.kind = kind
         self._content.rank_anew(snapshot)
 
-    def withdraw(self, holding: Holding) -> None:
-        """The request has failed, and what it has published is not to be trusted."""
+    def withdraw(self, holding: Holding, others: Iterable[Holding]) -> None:
+        """The request has failed, and what it has published is not to be trusted.
+
+        Of the `others`, who went on from it use its pages still; they publish no more, or these would come back.
+        """
         for snapshot in holding.published:
             if not snapshot.is_gone:
                 self._content.drop_snapshot(snapshot)
-        if holding.tip is None or holding.tip.is_gone:
-            return
-        for node in self._content.index.path(holding.tip)[holding.num_hit_blocks :]:
+        if holding.tip is not None and not holding.tip.is_gone:
+            self._remove_own(holding, holding.tip)
+        for other in others:
+            other.is_donor &= other.tip is None or not other.tip.is_gone
+
+    def _remove_own(self, holding: Holding, tip: Node) -> None:
+        """The first block that the request has made, and with it all behind."""
+        for node in self._content.index.path(tip)[holding.num_hit_blocks :]:
             if node.page == holding.pages[node.depth - 1]:
                 self._content.remove(node)
                 return

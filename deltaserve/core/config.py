@@ -192,7 +192,8 @@ class EngineConfig:
 
     model: Path
     max_model_len: int | None = None  # None: what the checkpoint says, or less if the pools hold less ("auto")
-    dtype: str = "auto"  # auto | float32 | bfloat16
+    device: str = "auto"  # auto (a GPU where there is one) | cpu | cuda
+    dtype: str = "auto"  # auto (float32 on the CPU, else bfloat16) | float32 | bfloat16
     load_format: str = "auto"  # auto | dummy
     seed: int = 0
     tensor_parallel_size: int = 1
@@ -203,6 +204,7 @@ class EngineConfig:
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
 
     def __post_init__(self) -> None:
+        _check_choice("--device", self.device, ("auto", "cpu", "cuda"))
         _check_choice("--dtype", self.dtype, ("auto", "float32", "bfloat16"))
         _check_choice("--load-format", self.load_format, ("auto", "dummy"))
         if self.tensor_parallel_size < 1:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from deltaserve.cache.layout import PoolSizes, fit_model_len, plan_pools
 from deltaserve.cache.manager import CacheManager
-from deltaserve.core.config import DTYPE_BYTES, EngineConfig
+from deltaserve.core.config import DTYPE_BYTES, CacheSpec, EngineConfig
 from deltaserve.core.errors import ConfigError
 from deltaserve.engine.identity import model_identity
 from deltaserve.engine.info import EngineInfo
@@ -24,6 +24,7 @@ from deltaserve.model.config import ModelConfig
 from deltaserve.model.sizes import parameter_counts
 from deltaserve.parallel.mesh import SINGLE
 from deltaserve.runner.build import cache_spec, load_runner, served_model
+from deltaserve.runner.device import device_of, free_bytes, workspace_bytes
 from deltaserve.scheduler.scheduler import Scheduler
 
 Progress = Callable[[str, float], None]
@@ -142,27 +143,15 @@ def _info(
 def size_pools(config: EngineConfig, model_config: ModelConfig) -> PoolSizes:
     """The pools of each rank: what is free now, less weights and host tier, shared by the ranks of this host.
 
-    `host_cache_bytes` is the budget of all ranks together.
+    On a GPU they lie in its memory, less what a step works in, and the host tier in the host's. `host_cache_bytes` is
+    the budget of all ranks together.
     """
     spec = cache_spec(config, model_config)
-    weights_bytes = _num_weights(model_config) * DTYPE_BYTES[spec.compute_dtype]
-    free_bytes = available_memory_bytes()
-    if weights_bytes >= free_bytes:
-        raise ConfigError(
-            f"the weights of {config.model} take {weights_bytes / 2**30:.1f} GiB as {spec.compute_dtype}, but only "
-            f"{free_bytes / 2**30:.1f} GiB of memory are free; free some memory or choose a smaller model"
-        )
-    host_bytes = config.cache.host_cache_bytes
-    if host_bytes and weights_bytes + host_bytes >= free_bytes:
-        raise ConfigError(
-            f"--host-cache-bytes {host_bytes} ({host_bytes / 2**30:.1f} GiB) is more than the host has beside the "
-            f"weights: {(free_bytes - weights_bytes) / 2**30:.1f} GiB of memory are free; lower it"
-        )
+    available_bytes = _available_bytes(config, model_config, spec)
     longest = model_config.max_position_embeddings
     num_ranks = config.tensor_parallel_size
-    cache = replace(config.cache, host_cache_bytes=host_bytes // num_ranks)
+    cache = replace(config.cache, host_cache_bytes=config.cache.host_cache_bytes // num_ranks)
     arguments = (spec, cache, config.scheduler)
-    available_bytes = (free_bytes - weights_bytes - host_bytes) // num_ranks
     if config.max_model_len is None:
         max_model_len = fit_model_len(*arguments, longest, available_bytes)
     elif config.max_model_len > longest:
@@ -175,7 +164,39 @@ def size_pools(config: EngineConfig, model_config: ModelConfig) -> PoolSizes:
     return plan_pools(*arguments, max_model_len, available_bytes)
 
 
-def _num_weights(model_config: ModelConfig) -> int:
-    """Numbers that stay in memory: a head tied to the token table has its own copy, laid out for products."""
+def _available_bytes(config: EngineConfig, model_config: ModelConfig, spec: CacheSpec) -> int:
+    """For the pools of one rank."""
+    device, host_bytes = device_of(config), config.cache.host_cache_bytes
+    weights_bytes = _num_weights(model_config, device.type == "cpu") * DTYPE_BYTES[spec.compute_dtype]
+    if device.type == "cpu":
+        free = available_memory_bytes()
+        _check_fits(config, spec, weights_bytes, free)
+        _check_host_tier(host_bytes, free - weights_bytes)
+        return (free - weights_bytes - host_bytes) // config.tensor_parallel_size
+    size = DTYPE_BYTES[spec.compute_dtype]
+    free = free_bytes(device) - workspace_bytes(model_config, config.scheduler, spec.num_drafts, size)
+    _check_fits(config, spec, weights_bytes, free)
+    _check_host_tier(host_bytes, available_memory_bytes())
+    return free - weights_bytes
+
+
+def _check_fits(config: EngineConfig, spec: CacheSpec, weights_bytes: int, free_bytes: int) -> None:
+    if weights_bytes >= free_bytes:
+        raise ConfigError(
+            f"the weights of {config.model} take {weights_bytes / 2**30:.1f} GiB as {spec.compute_dtype}, but only "
+            f"{free_bytes / 2**30:.1f} GiB of memory are free; free some memory or choose a smaller model"
+        )
+
+
+def _check_host_tier(host_bytes: int, free_bytes: int) -> None:
+    if host_bytes and host_bytes >= free_bytes:
+        raise ConfigError(
+            f"--host-cache-bytes {host_bytes} ({host_bytes / 2**30:.1f} GiB) is more than the host has beside the "
+            f"weights: {free_bytes / 2**30:.1f} GiB of memory are free; lower it"
+        )
+
+
+def _num_weights(model_config: ModelConfig, is_laid_out: bool = True) -> int:
+    """Numbers that stay in memory: a tied head that is laid out for the CPU's products has its own copy."""
     copied = model_config.vocab_size * model_config.hidden_size if model_config.tie_word_embeddings else 0
-    return parameter_counts(model_config).total + copied
+    return parameter_counts(model_config).total + copied * is_laid_out

@@ -18,13 +18,14 @@ import numpy as np
 
 from deltaserve.cache.layout import PoolSizes
 from deltaserve.core.config import EngineConfig
-from deltaserve.core.errors import EngineDeadError
+from deltaserve.core.errors import ConfigError, EngineDeadError
 from deltaserve.core.plan import StepOutput, StepPlan
 from deltaserve.engine.launch import RankJob, Ranks, make_private_directory
 from deltaserve.engine.loop import Runner
 from deltaserve.engine.machine import keep_freed_memory
 from deltaserve.model.config import ModelConfig
 from deltaserve.parallel.group import agree, join, leave, receive_array, send_array
+from deltaserve.parallel.mesh import Mesh
 from deltaserve.runner.build import load_runner
 
 JOIN_TIMEOUT_S = 120.0
@@ -58,7 +59,7 @@ class Team:
     def lead(self, runner: Runner) -> Runner:
         """The runner of all ranks together; returns when all of them have loaded."""
         with _Blame(self.ranks):
-            assert agree(self.mesh, self._job.digest()), "ranks were told different things"
+            _meet(self.mesh, self._job)
         return _LeadRunner(runner, self)
 
     def close(self) -> None:
@@ -110,13 +111,21 @@ class _Blame:
             time.sleep(0.02)
 
 
+def _meet(mesh: Mesh, job: RankJob) -> None:
+    """Once all have loaded. Raises ConfigError where a rank was told something else than the others."""
+    if not agree(mesh, job.digest()):
+        raise ConfigError(
+            "the ranks of this engine were given different settings or pool sizes; start all of them with the same ones"
+        )
+
+
 def follow(job: RankJob) -> None:
     """The life of ranks 1, 2, ...; returns when rank 0 dismisses them."""
     model_config = ModelConfig.from_directory(job.config.model)
     mesh = join(job.directory, job.rank, job.config.tensor_parallel_size, JOIN_TIMEOUT_S)
     keep_freed_memory()
     runner, _ = load_runner(job.config, model_config, job.sizes, mesh, None)
-    assert agree(mesh, job.digest()), "ranks were told different things"
+    _meet(mesh, job)
     while len(plan := receive_array(mesh)):
         runner.follow(plan)
     leave()

@@ -76,7 +76,7 @@ class Qwen3_5(Block):
         if rows is None or not rows.fold_ends:
             return
         gdn.fold(caches.states, caches.ring_k, caches.ring_u, caches.ring_g, rows, self.force)
-        conv.fold(caches.windows, caches.conv_ring, rows)
+        conv.fold(caches.windows, caches.conv_ring, rows, self.force)
         if caches.last_hiddens is not None:
             fold_hiddens(caches.hiddens, caches.last_hiddens, rows)
 

@@ -37,16 +37,18 @@ def load_weights(
     directory: Path | str,
     mesh: Mesh = SINGLE,
     progress: Progress | None = None,
+    device: torch.device | None = None,
 ) -> LoadPlan:
-    """Fills every parameter of `model` (built on the meta device, or on the CPU) with this rank's weights.
+    """Fills every parameter of `model` (built on the meta device, or on `device`) with this rank's weights.
 
+    `device` None is the CPU.
     `progress` is called with (bytes read, bytes in all) after each module. Returns the plan, whose `skipped` and
     `notes` are worth showing. Raises CheckpointError, naming the tensors, before the model is touched if the
     checkpoint does not fit it.
     """
     plan = plan_load(config, parameters_by_name(model), read_checkpoint(directory))
     plan.check()
-    materialize(model)
+    materialize(model, device)
     parameters = parameters_by_name(model)
     files = _Files()
     done, total = 0, plan.num_bytes
@@ -62,16 +64,16 @@ def load_weights(
     return plan
 
 
-def fill_dummy(model: nn.Module, seed: int = 0) -> None:
-    """Random weights for timing a shape: the same for the same seed, parameter name and local shape.
+def fill_dummy(model: nn.Module, seed: int = 0, device: torch.device | None = None) -> None:
+    """Random weights for timing a shape: the same for the same seed, parameter name, local shape and kind of device.
 
     Embeddings are N(0, 1) and what is added to the residual stream is small beside them, so hidden states of different
     tokens point in different directions; router rows have one length, so experts are chosen near uniformly. Norms lie
     near one, GDN decay between a few and a few thousand tokens.
     """
-    materialize(model)
+    materialize(model, device)
     for name, parameter in model.named_parameters():
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ seed)
+        generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()) ^ seed)
         parameter.copy_(_dummy(name, tuple(parameter.shape), generator))
 
 
@@ -83,15 +85,15 @@ def parameters_by_name(model: nn.Module) -> dict[str, Parameter]:
     return {name: parameter for name, parameter in found.items() if isinstance(parameter, Parameter)}
 
 
-def materialize(model: nn.Module) -> None:
-    """Replaces parameters on the meta device by empty ones on the CPU; tied ones stay tied."""
+def materialize(model: nn.Module, device: torch.device | None = None) -> None:
+    """Replaces parameters on the meta device by empty ones on `device` (None: the CPU); tied ones stay tied."""
     made: dict[int, Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if not parameter.is_meta or not isinstance(parameter, Parameter):
                 continue
             if id(parameter) not in made:
-                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device or "cpu")
                 made[id(parameter)] = nn.Parameter.__new__(Parameter, empty, requires_grad=False)
                 made[id(parameter)].placement = parameter.placement
             setattr(module, name, made[id(parameter)])
@@ -168,7 +170,7 @@ def _check_tied(job: Job, weight: Tensor, embedding: Parameter, mesh: Mesh) -> N
         return
     split = embedding.placement
     part = weight if split is None else split.take(0, weight, mesh.rank, mesh.size)
-    if not torch.equal(part.to(embedding.dtype), embedding.data):
+    if not torch.equal(part.to(embedding), embedding.data):
         raise CheckpointError(
             f"{job.stem}.weight differs from the embeddings, but config.json says tie_word_embeddings: true; "
             f"set it to false, or remove the tensor"
@@ -176,13 +178,14 @@ def _check_tied(job: Job, weight: Tensor, embedding: Parameter, mesh: Mesh) -> N
 
 
 def _dummy(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Values for one parameter, by the last words of its name."""
+    """Values for one parameter, by the last words of its name, on the generator's device."""
+    device = generator.device
     if name.endswith(".A_log"):
-        return torch.rand(shape, generator=generator).mul_(15).add_(1).log_()
+        return torch.rand(shape, generator=generator, device=device).mul_(15).add_(1).log_()
     if name.endswith(".dt_bias"):
-        steps = torch.exp(torch.rand(shape, generator=generator) * math.log(100) + math.log(0.001))
+        steps = torch.exp(torch.rand(shape, generator=generator, device=device) * math.log(100) + math.log(0.001))
         return steps + torch.log(-torch.expm1(-steps))  # softplus of it is `steps`, 0.001 to 0.1
-    noise = torch.randn(shape, generator=generator)
+    noise = torch.randn(shape, generator=generator, device=device)
     if name.endswith(".scale"):
         return noise.mul_(0.05).add_(1)
     if name == "embed.weight":

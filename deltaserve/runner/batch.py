@@ -3,8 +3,8 @@
 The builder keeps one thing between steps: the page table, which plans only extend. Everything else is made anew from
 the plan, in plan order, so nothing can be left over from rows that came, went or changed places.
 
-All integers of a step are made in numpy and wrapped by torch once: a tensor operation per row would cost more than the
-rest of this file. The tokens of padded extend rows continue the row's positions, and their KV goes to the dummy page.
+All integers of a step are made in numpy and reach the device in one copy (`staging.py`): a tensor operation per row
+would cost more than the rest of this file. The tokens of padded extend rows continue the row's positions, and their KV goes to the dummy page.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,8 +22,7 @@ from deltaserve.core.types import BLOCK
 from deltaserve.model.inputs import BatchInputs, CacheTensors
 from deltaserve.ops.rows import ExtendRows, PrefillRows
 from deltaserve.runner.sampler import num_logits
-
-Ints = npt.NDArray[np.int64]
+from deltaserve.runner.staging import Ints, Staging
 
 _TOKENS, _POSITIONS, _KV_SLOTS = range(3)
 _NONE = torch.empty(0, dtype=torch.int64)
@@ -60,9 +58,10 @@ class BatchBuilder:
     def __init__(self, num_rows: int, max_pages: int, caches: CacheTensors) -> None:
         self.pages = np.full((num_rows, max_pages), DUMMY_PAGE, np.int64)
         self._caches = caches
+        self._staging = Staging(caches.pages.device)
 
     def build(self, plan: StepPlan) -> Batch:
-        """O(rows + tokens + pages that the rows see)."""
+        """O(rows + tokens + pages that the rows see). The batch's tensors can be used at once."""
         for row in plan.rows:
             if row.new_pages or row.page_offset == 0:
                 self._take_pages(row)
@@ -73,18 +72,14 @@ class BatchBuilder:
         offsets = tuple(accumulate((len(row.token_ids) for row in prefill), initial=0))
         num_extend_tokens = width * num_extend
         flat_3T = np.empty((3, num_extend_tokens + offsets[-1]), np.int64)
-        token_ids_T, positions_T, kv_slots_T = _wrap(flat_3T)
-        inputs = BatchInputs(
-            token_ids_T,
-            positions_T,
-            kv_slots_T,
-            extend=self._extend(extend, width, flat_3T[:, :num_extend_tokens]) if extend else None,
-            prefill=self._prefill(prefill, offsets, flat_3T[:, num_extend_tokens:]) if prefill else None,
-            caches=self._caches,
-        )
+        extend_rows = self._extend(extend, width, flat_3T[:, :num_extend_tokens]) if extend else None
+        prefill_rows = self._prefill(prefill, offsets, flat_3T[:, num_extend_tokens:]) if prefill else None
+        inputs = BatchInputs(*self._staging.put(flat_3T).unbind(), extend_rows, prefill_rows, self._caches)
         starts = [width * place for place in range(num_extend)]
         starts += [num_extend_tokens + offset for offset in offsets[:-1]]
-        return _choose(plan.rows, starts, inputs)
+        batch = self._choose(plan.rows, starts, inputs)
+        self._staging.send()
+        return batch
 
     def _take_pages(self, row: Row) -> None:
         """A request that starts clears what the row's last one left."""
@@ -94,7 +89,7 @@ class BatchBuilder:
 
     def _page_table(self, rows_R: Ints, num_tokens: int) -> Tensor:
         """[R, pages of the longest], the dummy page beyond a row's own."""
-        return torch.from_numpy(self.pages[rows_R, : -(-num_tokens // BLOCK)])
+        return self._staging.put(self.pages[rows_R, : -(-num_tokens // BLOCK)])
 
     def _extend(self, rows: Sequence[Row], width: int, flat_3T: Ints) -> ExtendRows:
         numbers = [(row.row, row.slot_in, row.slot_out, row.start, row.num_ring) for row in rows]
@@ -106,10 +101,10 @@ class BatchBuilder:
         folds = np.flatnonzero(num_ring_R == BLOCK)
         fold_rows_F = fold_in_F = fold_out_F = _NONE
         if folds.size:
-            fold_rows_F, fold_in_F, fold_out_F = _wrap(columns[:3, folds])
+            fold_rows_F, fold_in_F, fold_out_F = self._staging.put(columns[:3, folds]).unbind()
             slots_in_R[folds] = slots_out_R[folds]
             num_ring_R[folds] = 0
-        rows_tensor, slots_tensor, _, starts_tensor, num_ring_tensor = _wrap(columns)
+        rows_tensor, slots_tensor, _, starts_tensor, num_ring_tensor = self._staging.put(columns).unbind()
         return ExtendRows(
             width,
             rows_tensor,
@@ -163,27 +158,22 @@ class BatchBuilder:
         return PrefillRows(
             offsets,
             tuple(row.start for row in rows),
-            torch.from_numpy(rows_R),
-            torch.from_numpy(slots_in_R),
+            self._staging.put(rows_R),
+            self._staging.put(slots_in_R),
             tuple(cuts),
             self._page_table(rows_R, longest),
         )
 
-
-def _wrap(columns: Ints) -> tuple[Tensor, ...]:
-    """One int64 tensor for each row of the array, sharing its memory."""
-    return torch.from_numpy(columns).unbind()
-
-
-def _choose(rows: tuple[Row, ...], starts: Sequence[int], inputs: BatchInputs) -> Batch:
-    """`starts`: where the tokens of each row begin among the step's."""
-    scored, sampled = [], []
-    sampled_tokens: list[int] = []
-    for row, first in zip(rows, starts, strict=True):
-        stop = first + len(row.token_ids)
-        if row.logits == Logits.ALL and row.kind == RowKind.PREFILL:
-            scored.append(Scored(row, first, stop))
-        if row.is_last:
-            sampled.append(row)
-            sampled_tokens += range(stop - num_logits(row), stop)
-    return Batch(inputs, tuple(starts), tuple(scored), tuple(sampled), torch.tensor(sampled_tokens, dtype=torch.int64))
+    def _choose(self, rows: tuple[Row, ...], starts: Sequence[int], inputs: BatchInputs) -> Batch:
+        """`starts`: where the tokens of each row begin among the step's."""
+        scored, sampled = [], []
+        sampled_tokens: list[int] = []
+        for row, first in zip(rows, starts, strict=True):
+            stop = first + len(row.token_ids)
+            if row.logits == Logits.ALL and row.kind == RowKind.PREFILL:
+                scored.append(Scored(row, first, stop))
+            if row.is_last:
+                sampled.append(row)
+                sampled_tokens += range(stop - num_logits(row), stop)
+        sampled_tokens_N = self._staging.put(np.array(sampled_tokens, np.int64))
+        return Batch(inputs, tuple(starts), tuple(scored), tuple(sampled), sampled_tokens_N)

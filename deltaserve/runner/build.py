@@ -1,7 +1,7 @@
 """Makes a rank's runner from settings: threads, model, weights, pools.
 
-The compute type of the CPU is float32; 16-bit weights are widened when they are read. A 16-bit state type is fine: the
-GDN ops round the state at every boundary, on every path. Without drafts there is no draft head: its weights are not
+On the CPU the model computes in float32, and 16-bit weights are widened when they are read; on a GPU in bfloat16, unless
+float32 is asked for. A 16-bit state type is fine: the GDN ops round the state at every boundary, on every path. Without drafts there is no draft head: its weights are not
 loaded, and neither its KV nor hidden vectors are kept.
 """
 
@@ -14,24 +14,15 @@ import torch
 from deltaserve.cache.layout import PoolSizes
 from deltaserve.cache.storage import TORCH_DTYPES, allocate, allocate_host
 from deltaserve.core.config import CacheSpec, EngineConfig
-from deltaserve.core.errors import CheckpointError, ConfigError
+from deltaserve.core.errors import CheckpointError
 from deltaserve.model.config import ModelConfig
 from deltaserve.model.names import BARE_ROWS, MTP_LAYER
 from deltaserve.model.qwen3_5 import Qwen3_5
 from deltaserve.model.weights import Progress, fill_dummy, load_weights
 from deltaserve.ops import native
 from deltaserve.parallel.mesh import SINGLE, Mesh
+from deltaserve.runner.device import compute_dtype, device_of
 from deltaserve.runner.runner import ModelRunner
-
-
-def compute_dtype(config: EngineConfig) -> str:
-    """The key of DTYPE_BYTES in which the model computes. Raises ConfigError for a type that this device lacks."""
-    if config.dtype == "bfloat16":
-        raise ConfigError(
-            "--dtype bfloat16 needs a GPU: on the CPU the model computes in float32, from bfloat16 weights too; "
-            "use --dtype float32 or auto"
-        )
-    return "float32"
 
 
 def served_model(config: EngineConfig, model_config: ModelConfig) -> ModelConfig:
@@ -75,22 +66,26 @@ def load_runner(
     Threads are shared evenly by the ranks: `config.num_threads` counts them all. Raises ConfigError or
     CheckpointError, as sentences for the user.
     """
-    dtype = TORCH_DTYPES[compute_dtype(config)]
+    dtype, device = TORCH_DTYPES[compute_dtype(config)], device_of(config)
     model_config = served_model(config, model_config)
     torch.set_num_threads(max(1, (config.num_threads or torch.get_num_threads()) // mesh.size))
-    native.begin()
+    if device.type == "cpu":
+        native.begin()
     with torch.device("meta"):
         model = Qwen3_5(model_config, mesh, dtype)
     if config.load_format == "dummy":
-        fill_dummy(model, config.seed)
+        fill_dummy(model, config.seed, device)
         notes: tuple[str, ...] = ("weights are random (--load-format dummy)",)
     else:
-        notes = load_weights(model, model_config, config.model, mesh, progress).summary()
+        notes = load_weights(model, model_config, config.model, mesh, progress, device).summary()
     model.prepare(ops)
-    missing = native.load().note
-    if missing is not None:
-        notes = (*notes, missing)
-    pools, host = allocate(sizes.spec, sizes), allocate_host(sizes.spec, sizes.host)
+    if device.type == "cpu":
+        missing = native.load().note
+        notes = notes if missing is None else (*notes, missing)
+    else:
+        torch.cuda.empty_cache()  # what loading used, in pieces that the pools do not fit
+    pools = allocate(sizes.spec, sizes, device)
+    host = allocate_host(sizes.spec, sizes.host, is_pinned=device.type == "cuda")
     synthetic = config.speculative.synthetic_acceptance
     runner = ModelRunner(model, pools, sizes, model_config.vocab_size, mesh, config.debug_checks, host, synthetic)
     return runner, notes

@@ -7,6 +7,9 @@ Per step: raw logits are kept for the rows that report probabilities; rows with 
 their logits; then `ops.sampling` filters and draws, with noise keyed by (seed, absolute position of the new token,
 token id). A row costs what its own rules cost: an all-greedy batch is one argmax.
 
+On a GPU logits stay there, and the host waits once, for the tokens. Rows that report probabilities or have processors
+are copied to the host, where both run.
+
 Drafts are verified by sampling and comparing. Every position of a VERIFY row draws its token x from the distribution
 that the target has there, as it would without drafts; the draft after it is accepted if it equals x, and the first x
 that differs, or the one behind the last draft, ends the step. So the tokens of a request are those of its own chain
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +54,11 @@ class _Request:
     num_top: int | None
     num_prompt_top: int
     processors: tuple[Processor, ...]
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether its logits must be on the host."""
+        return self.num_top is not None or bool(self.processors)
 
 
 @dataclass(slots=True)
@@ -129,6 +138,23 @@ class Sampler:
         """
         spans = self._spans(rows)
         assert spans[-1].stop == len(logits_NV), (spans[-1], logits_NV.shape)
+        if logits_NV.device.type == "cpu":
+            return self._sample(spans, logits_NV)
+        return self._sample_on_device(spans, logits_NV)
+
+    def _sample_on_device(self, spans: Sequence[_Span], logits_NV: Tensor) -> list[RowOutput]:
+        """Those spans whose logits the host must see, there; the others where the logits are."""
+        plain = [span for span in spans if not span.request.needs_host]
+        if len(plain) == len(spans):
+            return self._sample(spans, logits_NV)
+        watched = [span for span in spans if span.request.needs_host]
+        outputs = self._sample(_packed(watched), _part(watched, logits_NV).cpu())
+        if plain:
+            outputs += self._sample(_packed(plain), _part(plain, logits_NV))
+        by_id = {output.request_id: output for output in outputs}
+        return [by_id[span.request.id] for span in spans]
+
+    def _sample(self, spans: Sequence[_Span], logits_NV: Tensor) -> list[RowOutput]:
         reporting = [span for span in spans if span.request.num_top is not None]
         raw_MV = logits_NV[[n for span in reporting for n in range(span.first, span.stop)]] if reporting else None
         for span in spans:
@@ -148,7 +174,7 @@ class Sampler:
         successors = request.prompt_ids[start + 1 : start + 1 + len(logits_TV)]
         if not successors:
             return ()
-        logits_TV = logits_TV[: len(successors)]
+        logits_TV = logits_TV[: len(successors)].cpu()
         peaks_T = logits_TV.numpy().max(axis=1)
         if not np.isfinite(peaks_T).all():
             raise LogitsError(_sentence(float(peaks_T.max())))
@@ -174,7 +200,7 @@ class Sampler:
         is_greedy_N = self._is_greedy[places_N]
         if is_greedy_N.all():
             ids_N, peaks_N = sampling.greedy(logits_NV)
-        elif not is_greedy_N.any():
+        elif logits_NV.device.type != "cpu" or not is_greedy_N.any():
             ids_N, peaks_N = sampling.sample(logits_NV, self._rules(places_N, positions_N))
         else:
             ids_N, peaks_N = sampling.greedy(logits_NV)
@@ -185,7 +211,7 @@ class Sampler:
 
     def _rules(self, places_N: Ids, positions_N: Ids) -> sampling.Rules:
         return sampling.Rules(
-            self._temperature[places_N],
+            np.where(self._is_greedy[places_N], 0.0, self._temperature[places_N]),
             self._top_k[places_N],
             self._top_p[places_N],
             self._min_p[places_N],
@@ -230,6 +256,18 @@ def _places(spans: Sequence[_Span]) -> tuple[Ids, Ids]:
     ]
     places_N, positions_N = np.array(numbers, np.int64).T
     return places_N, positions_N
+
+
+def _packed(spans: Sequence[_Span]) -> list[_Span]:
+    """The same spans, one behind the other."""
+    firsts = accumulate((span.stop - span.first for span in spans), initial=0)
+    return [replace(span, first=first) for span, first in zip(spans, firsts, strict=False)]
+
+
+def _part(spans: Sequence[_Span], logits_NV: Tensor) -> Tensor:
+    """A copy of the logits of these spans alone."""
+    places = [place for span in spans for place in range(span.first, span.stop)]
+    return logits_NV[torch.tensor(places).to(logits_NV.device)]
 
 
 def _apply(span: _Span, logits_WV: Peaks) -> None:

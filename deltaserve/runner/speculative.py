@@ -20,7 +20,7 @@ A hidden outlives its step in two places only: a prefill row's cuts put it into 
 accepted position closes a block it waits in `last_hiddens` for the fold.
 
 Draft choice is greedy from gathered logits, ties to the lowest id: the ranks need to hear the step's tokens, nothing
-else.
+else. No pass waits for the draft of the one before it; the host reads all drafts at the end.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from deltaserve.core.types import BLOCK
 from deltaserve.model.inputs import CacheTensors, DraftInputs
 from deltaserve.ops import sampling
 from deltaserve.ops.rows import ExtendRows
+from deltaserve.runner.staging import Ints, Staging
 
-Ints = npt.NDArray[np.int64]
 Tokens = tuple[int, ...]
 
 _NONE = torch.empty(0, dtype=torch.int64)
@@ -67,12 +67,10 @@ class _Guesses:
     positions_N: Ints
     num_left_N: Ints
 
-    def after(self, is_left_N: npt.NDArray[np.bool_]) -> _Guesses:
+    def after(self, lefts: Ints) -> _Guesses:
+        """Those at `lefts`, one draft further."""
         return _Guesses(
-            self.indices_N[is_left_N],
-            self.places_N[is_left_N],
-            self.positions_N[is_left_N] + 1,
-            self.num_left_N[is_left_N] - 1,
+            self.indices_N[lefts], self.places_N[lefts], self.positions_N[lefts] + 1, self.num_left_N[lefts] - 1
         )
 
 
@@ -83,6 +81,7 @@ class Drafter:
         self._model = model
         self._caches = caches
         self._pages = pages
+        self._staging = Staging(caches.pages.device)
 
     def draft(
         self, rows: Sequence[Row], firsts: Sequence[int], hidden_TD: Tensor, tokens: Sequence[Tokens]
@@ -95,19 +94,16 @@ class Drafter:
         self._keep_lasts(rows, firsts, hidden_TD, tokens)
         guesses = self._guesses(rows, tokens)
         inputs = self._first_pass(rows, firsts, hidden_TD, tokens, guesses)
-        drafts: list[list[int]] = [[] for _ in rows]
+        indices: list[int] = []
+        drafts: list[Tensor] = []
         while inputs is not None:
             hidden_ND, inputs = self._model.draft(inputs), None
             if len(guesses.indices_N):
-                ids_N, _ = sampling.greedy(self._model.logits(hidden_ND))
-                for index, token_id in zip(guesses.indices_N.tolist(), ids_N.tolist(), strict=True):
-                    drafts[index].append(token_id)
-                is_left_N = guesses.num_left_N > 1
-                guesses = guesses.after(is_left_N)
-                if not is_left_N.all():
-                    ids_N, hidden_ND = ids_N[is_left_N], hidden_ND[torch.from_numpy(is_left_N)]
-                inputs = self._next_pass(guesses, ids_N, hidden_ND)
-        return [tuple(found) for found in drafts]
+                ids_N = sampling.greedy_ids(self._model.logits(hidden_ND))
+                indices += guesses.indices_N.tolist()
+                drafts.append(ids_N)
+                inputs, guesses = self._next_pass(guesses, ids_N, hidden_ND)
+        return _by_row(len(rows), indices, drafts)
 
     def _keep_lasts(
         self, rows: Sequence[Row], firsts: Sequence[int], hidden_TD: Tensor, tokens: Sequence[Tokens]
@@ -160,44 +156,48 @@ class Drafter:
         begins = dict(zip(runs, accumulate((width or len(run) for run in runs.values()), initial=0), strict=False))
         numbers_T4 = np.concatenate([_padded(run, width) for run in runs.values()])
         places_T, positions_T, token_ids_T, sources_T = numbers_T4.T.copy()
-        before_TD = hidden_TD[torch.from_numpy(sources_T)]
-        self._put_snapshots(before_TD, [(rows[n], begin) for n, begin in begins.items()])
+        put = self._staging.put
+        token_ids, positions, sources = put(token_ids_T), put(positions_T), put(sources_T)
+        kv_slots = self._kv_slots(places_T, positions_T)
+        resumed = self._resumed([(rows[n], begin) for n, begin in begins.items()])
         lasts_N = np.array([begins[n] + len(runs[n]) - 1 for n in guesses.indices_N.tolist()], np.int64)
-        return DraftInputs(
-            torch.from_numpy(token_ids_T),
-            torch.from_numpy(positions_T),
-            self._kv_slots(places_T, positions_T),
-            before_TD,
-            None if len(lasts_N) == len(numbers_T4) else torch.from_numpy(lasts_N),
-            self._wide_rows(list(runs.values()), width) if is_wide else self._single_rows(guesses),
-            self._caches,
-        )
+        lasts = None if len(lasts_N) == len(numbers_T4) else put(lasts_N)
+        extend = self._wide_rows(list(runs.values()), width) if is_wide else self._single_rows(guesses)
+        self._staging.send()
+        before_TD = hidden_TD[sources]
+        if resumed is not None:
+            before_TD[resumed[0]] = self._caches.hiddens[resumed[1]]
+        return DraftInputs(token_ids, positions, kv_slots, before_TD, lasts, extend, self._caches)
 
-    def _put_snapshots(self, before_TD: Tensor, begins: Sequence[tuple[Row, int]]) -> None:
-        """The hidden before a row that starts on a boundary is the one in its snapshot."""
-        resumed = [(row, begin) for row, begin in begins if row.start % BLOCK == 0]
-        if resumed:
-            slots = [row.slot_out if row.num_ring == BLOCK else row.slot_in for row, _ in resumed]
-            before_TD[[begin for _, begin in resumed]] = self._caches.hiddens[slots]
+    def _resumed(self, begins: Sequence[tuple[Row, int]]) -> tuple[Tensor, ...] | None:
+        """Where rows begin that start on a boundary, and the slots of their snapshots, which hold the hidden before."""
+        resumed = [
+            (begin, row.slot_out if row.num_ring == BLOCK else row.slot_in)
+            for row, begin in begins
+            if row.start % BLOCK == 0
+        ]
+        return self._staging.put(np.array(resumed, np.int64).T.copy()).unbind() if resumed else None
 
-    def _next_pass(self, guesses: _Guesses, ids_N: Ints, hidden_ND: Tensor) -> DraftInputs | None:
-        """One token a row: the draft, behind the head's own hidden."""
-        if not len(ids_N):
-            return None
-        return DraftInputs(
-            torch.from_numpy(ids_N),
-            torch.from_numpy(guesses.positions_N),
-            self._kv_slots(guesses.places_N, guesses.positions_N),
-            hidden_ND,
-            None,
-            self._single_rows(guesses),
-            self._caches,
-        )
+    def _next_pass(self, guesses: _Guesses, ids_N: Tensor, hidden_ND: Tensor) -> tuple[DraftInputs | None, _Guesses]:
+        """One token a row that drafts on: the draft, behind the head's own hidden."""
+        lefts = np.flatnonzero(guesses.num_left_N > 1)
+        is_all = len(lefts) == len(guesses.indices_N)
+        guesses = guesses.after(lefts)
+        if not len(lefts):
+            return None, guesses
+        put = self._staging.put
+        left_N = None if is_all else put(lefts)
+        positions_N, kv_slots_N = put(guesses.positions_N), self._kv_slots(guesses.places_N, guesses.positions_N)
+        extend = self._single_rows(guesses)
+        self._staging.send()
+        if left_N is not None:
+            ids_N, hidden_ND = ids_N[left_N], hidden_ND[left_N]
+        return DraftInputs(ids_N, positions_N, kv_slots_N, hidden_ND, None, extend, self._caches), guesses
 
     def _kv_slots(self, places_T: Ints, positions_T: Ints) -> Tensor:
         """Padding, whose place is negative, goes to the dummy page, as does what has no page."""
         pages_T = np.where(places_T >= 0, self._pages[places_T, positions_T // BLOCK], DUMMY_PAGE)
-        return torch.from_numpy(pages_T * BLOCK + positions_T % BLOCK)
+        return self._staging.put(pages_T * BLOCK + positions_T % BLOCK)
 
     def _single_rows(self, guesses: _Guesses) -> ExtendRows | None:
         if not len(guesses.indices_N):
@@ -211,8 +211,8 @@ class Drafter:
     def _rows(self, places_R: Ints, starts_R: Ints, width: int, num_new: tuple[int, ...]) -> ExtendRows:
         """Rows for attention; they have no recurrent state."""
         contexts = tuple(start + count for start, count in zip(starts_R.tolist(), num_new, strict=True))
-        table_RP = torch.from_numpy(self._pages[places_R, : -(-max(contexts) // BLOCK)])
-        places, starts = torch.from_numpy(places_R), torch.from_numpy(starts_R)
+        table_RP = self._staging.put(self._pages[places_R, : -(-max(contexts) // BLOCK)])
+        places, starts = self._staging.put(places_R), self._staging.put(starts_R)
         zeros = torch.zeros_like(starts)
         return ExtendRows(width, places, zeros, starts, zeros, num_new, contexts, table_RP, _NONE, _NONE, _NONE, ())
 
@@ -236,6 +236,15 @@ def _run(row: Row, first: int, new: Tokens, limit: int) -> Ints:
     run[:, 3] = np.arange(first + skipped - 1, first + len(token_ids) - 1)
     run[:1, 3] = np.maximum(run[:1, 3], 0)
     return run
+
+
+def _by_row(num_rows: int, indices: Sequence[int], drafts: Sequence[Tensor]) -> list[Tokens]:
+    """Each row's drafts, from what all passes guessed in turn; here the host waits for them."""
+    found: list[list[int]] = [[] for _ in range(num_rows)]
+    if drafts:
+        for index, token_id in zip(indices, torch.cat(list(drafts)).tolist(), strict=True):
+            found[index].append(token_id)
+    return [tuple(ids) for ids in found]
 
 
 def _padded(run: Ints, width: int) -> Ints:

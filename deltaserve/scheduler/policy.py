@@ -5,7 +5,7 @@ The rules:
 1. A prefill chunk ends on an absolute multiple of 64 or at the end of the known tokens, never elsewhere, so that a
    prefill row always starts on a boundary. A chunk that can reach neither within its budget waits.
 2. Decode rows go first, one token each, the least recently served ahead if the budget does not hold all of them. Of
-   what is left, prefill gets 64 tokens if anybody waits for them, then drafts get theirs, then prefill the rest, first
+   what is left, prefill gets 64 tokens if anybody can take them, then drafts get theirs, then prefill the rest, first
    come first served: the first that must wait ends the step's prefills. Long prompts come last (`scheduler.share`).
 3. Where decode rows leave too little for the first prefill, it waits PREFILL_PATIENCE steps; then comes a prefill
    turn: prefill goes first with at least 64 tokens, and decode rows get what is left. So the oldest prefill advances

@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from deltaserve.core.errors import (
     ContextLengthError,
+    DeltaserveError,
     EngineDeadError,
     ModelNotFoundError,
     OverloadedError,
@@ -31,6 +32,10 @@ class NotOfferedError(RequestError):
 
 class MediaTypeError(RequestError):
     """A body that does not claim to be JSON."""
+
+
+class UnauthorizedError(DeltaserveError):
+    """A request without one of the server's keys."""
 
 
 class BodyTooLargeError(RequestError):
@@ -49,6 +54,7 @@ TABLE: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (MediaTypeError, 415, "invalid_request_error", "unsupported_media_type"),
     (BodyTooLargeError, 413, "invalid_request_error", "body_too_large"),
     (RequestError, 400, "invalid_request_error", None),
+    (UnauthorizedError, 401, "invalid_request_error", "invalid_api_key"),
     (OverloadedError, 429, "rate_limit_error", "overloaded"),
     (ClientDisconnect, 400, "invalid_request_error", "client_disconnected"),
     (EngineDeadError, 503, "server_error", "engine_dead"),

@@ -57,6 +57,7 @@ class Settings:
     uvicorn_log_level: str = _flag("warning", SERVER, f"One of {', '.join(LOG_LEVELS)}; info logs every request.")
 
     max_model_len: int | str = _flag("auto", MODEL, "Context length in tokens: auto, 32768, 32k or 32K.")
+    device: str = _flag("auto", MODEL, "Where to compute: auto (a GPU where there is one), cpu or cuda.")
     dtype: str = _flag("auto", MODEL, "Type to compute in: auto, float32 or bfloat16.")
     load_format: str = _flag("auto", MODEL, "auto, or dummy for random weights of the right shape.")
     revision: str | None = _flag(None, MODEL, "Branch, tag or commit of a model on the Hub.")
@@ -110,6 +111,7 @@ class Settings:
         return EngineConfig(
             model=directory,
             max_model_len=None if is_auto else parse_size(self.max_model_len, "max_model_len"),
+            device=self.device,
             dtype=self.dtype,
             load_format=self.load_format,
             seed=self.seed,

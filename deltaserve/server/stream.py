@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -36,6 +37,10 @@ def event(body: bytes) -> bytes:
     return b"data: " + body + b"\n\n"
 
 
+def named_event(name: str, body: bytes) -> bytes:
+    return b"event: " + name.encode("ascii") + b"\ndata: " + body + b"\n\n"
+
+
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result | None:
     """The result of `work`, or None if the client left first; `work` is then cancelled and awaited."""
     task = asyncio.create_task(work)
@@ -54,17 +59,27 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class EventStream(Response):
-    """Sends every item of `events` (whole events, already framed), then `[DONE]`."""
+@dataclass(frozen=True, slots=True)
+class StreamForm:
+    """What the formats of streams differ in: how one ends, and what becomes of an error before and after its start."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    done: bytes
+    refuse: Callable[[Exception], Response]
+    fail: Callable[[Exception], bytes]
+
+
+class EventStream(Response):
+    """Sends every item of `events` (whole events, already framed), then the form's last words: `[DONE]`."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None], form: StreamForm | None = None) -> None:
         super().__init__()
         self._events = events
+        self._form = form or StreamForm(DONE, error_response, _failure)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         failure = await unless_disconnected(receive, self._run(send))
         if failure is not None:
-            await error_response(failure)(scope, receive, send)
+            await self._form.refuse(failure)(scope, receive, send)
 
     async def _run(self, send: Send) -> Exception | None:
         """The exception, if one came before anything was sent."""
@@ -80,8 +95,8 @@ class EventStream(Response):
                 _log_unexpected(error)
                 if not is_started:
                     return error
-                await send({"type": "http.response.body", "body": _failure(error), "more_body": True})
-        await send({"type": "http.response.body", "body": DONE})
+                await send({"type": "http.response.body", "body": self._form.fail(error), "more_body": True})
+        await send({"type": "http.response.body", "body": self._form.done})
         return None
 
 

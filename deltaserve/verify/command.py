@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -48,6 +49,8 @@ def verify(
     num_speculative_tokens: Annotated[int | None, typer.Option(help="Drafts a step in every gate (MODEL).")] = None,
     tensor_parallel_size: Annotated[int, typer.Option(help="Run the parallel gate with so many ranks (MODEL).")] = 1,
     max_model_len: Annotated[str | None, typer.Option(help="Longest context to verify, such as 16K.")] = None,
+    device: Annotated[str, typer.Option(help="As for serve (MODEL).")] = "auto",
+    dtype: Annotated[str, typer.Option(help="As for serve (MODEL).")] = "auto",
     kv_cache_dtype: Annotated[str, typer.Option(help="As for serve (MODEL).")] = "auto",
     mamba_ssm_cache_dtype: Annotated[str, typer.Option(help="As for serve (MODEL).")] = "auto",
     num_threads: Annotated[int | None, typer.Option(help="CPU threads (MODEL).")] = None,
@@ -75,7 +78,7 @@ def verify(
         opened = _open_server(target, api_key, options)
     else:
         cache = CacheConfig(kv_cache_dtype=_kv_dtype(kv_cache_dtype), state_dtype=_state_dtype(mamba_ssm_cache_dtype))
-        opened = _open_engine(target, options, num_threads, cache)
+        opened = _open_engine(target, options, EngineSettings(device, dtype, num_threads, cache))
     lab = Lab(opened, choose_level(level, gap, opened.about.level), options, Writer(opened, seed))
     sys.exit(verify_target(lab, gates, console, json))
 
@@ -86,11 +89,28 @@ def _open_server(url: str, api_key: str | None, options: Options) -> Target:
     return HttpTarget(url, api_key)
 
 
-def _open_engine(model: str | None, options: Options, num_threads: int | None, cache: CacheConfig) -> Target:
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What an engine is built from, beside the gates' own options."""
+
+    device: str
+    dtype: str
+    num_threads: int | None
+    cache: CacheConfig
+
+
+def _open_engine(model: str | None, options: Options, settings: EngineSettings) -> Target:
     """Raises ConfigError for settings that no engine of this checkpoint can have."""
     SpeculativeConfig(options.num_drafts or 0)
     checkpoint = find_checkpoint(model)
-    config = EngineConfig(checkpoint.directory, max_model_len=options.max_tokens, num_threads=num_threads, cache=cache)
+    config = EngineConfig(
+        checkpoint.directory,
+        max_model_len=options.max_tokens,
+        device=settings.device,
+        dtype=settings.dtype,
+        num_threads=settings.num_threads,
+        cache=settings.cache,
+    )
     target = EngineTarget(config, checkpoint.name)
     if options.num_drafts and not target.about.has_draft_head:
         raise ConfigError(

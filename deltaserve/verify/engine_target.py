@@ -21,6 +21,7 @@ from deltaserve.engine.machine import num_threads
 from deltaserve.engine.tokenizer import Tokenizer
 from deltaserve.model.config import ModelConfig
 from deltaserve.runner.build import cache_spec
+from deltaserve.runner.device import device_of
 from deltaserve.server.template import ChatTemplate
 from deltaserve.verify.book import SkippedError
 from deltaserve.verify.compare import EXACT, GAPS, Level
@@ -110,17 +111,18 @@ class EngineTarget:
     def _describe(self, name: str) -> About:
         config, model = self._config, self._model_config
         sizes = size_pools(replace(config, cache=replace(config.cache, num_pages=LONGEST // 64)), model)
-        spec = sizes.spec
+        spec, device = sizes.spec, device_of(config).type
         return About(
             name=f"engines in this process, {config.model.name}",
             model=name,
             max_model_len=config.max_model_len or LONGEST,
             vocab_size=model.vocab_size,
-            level=EXACT if spec.compute_dtype == "float32" else Level(GAPS["bfloat16"]),
+            level=EXACT if device == "cpu" else Level(GAPS["bfloat16"]),
             is_engine=True,
             has_draft_head=model.num_mtp_layers > 0,
             num_drafts=config.speculative.num_drafts,
             facts={
+                "device": device,
                 "compute_dtype": spec.compute_dtype,
                 "kv_dtype": spec.kv_dtype,
                 "state_dtype": spec.state_dtype,

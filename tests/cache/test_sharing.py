@@ -205,6 +205,24 @@ def test_a_failed_row_takes_back_what_it_has_published() -> None:
     assert ledger.serve(ids(200))[0].num_tokens == 192
 
 
+def test_what_a_failed_row_took_back_is_not_published_again_by_who_went_on_from_it() -> None:
+    ledger = ledger_of()
+    failed = ledger.request(ids(600))
+    ledger.open(failed)
+    ledger.step(failed)
+    heir = ledger.request((*ids(600), *ids(300, start=5000)))
+    hit = ledger.open(heir)
+    assert hit is not None and hit.num_tokens == 576
+    ledger.release(failed, is_sound=False)
+    ledger.step(heir)
+    ledger.check()
+    ledger.release(heir)
+    ledger.check()
+    assert ledger.manager.match(ledger.request(ids(600))).num_matched == 0
+    ledger.serve(ids(600))
+    assert ledger.serve(ids(600))[0].num_tokens == 576
+
+
 def test_preempted_in_the_step_that_admitted_it() -> None:
     ledger = ledger_of()
     ledger.serve(ids(300))

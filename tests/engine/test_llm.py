@@ -15,6 +15,7 @@ from deltaserve import LLM, EngineConfig, SamplingParams
 from deltaserve.core.errors import CheckpointError, ConfigError, ContextLengthError, EngineDeadError, RequestError
 from deltaserve.core.types import FinishReason, RequestOptions, TokenChunk
 from deltaserve.engine.build import size_pools
+from deltaserve.engine.launch import RankJob
 from deltaserve.engine.settings import engine_config
 from deltaserve.engine.team import Team
 from deltaserve.model.config import ModelConfig
@@ -291,6 +292,20 @@ def test_two_ranks_move_their_own_blocks(sample_checkpoint: Path, num_drafts: in
         cache = two.engine.stats().cache
     assert found == expected * 2
     assert min(cache.pages_saved, cache.pages_restored, cache.snapshots_restored, cache.num_hit) > 0, cache
+
+
+def test_ranks_with_different_settings_refuse_to_start(
+    sample_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 believes in another seed than it has told rank 1."""
+    digest = RankJob.digest
+
+    def with_own_seed(job: RankJob) -> int:
+        return digest(replace(job, config=replace(job.config, seed=job.config.seed + 1)))
+
+    monkeypatch.setattr(RankJob, "digest", with_own_seed)
+    with pytest.raises(ConfigError, match="different settings or pool sizes"):
+        LLM(sample_checkpoint, max_model_len=256, num_pages=8, tensor_parallel_size=2)
 
 
 def test_a_follower_that_cannot_start_ends_the_wait_for_it(sample_checkpoint: Path) -> None:

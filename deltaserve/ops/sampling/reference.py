@@ -82,6 +82,10 @@ def greedy(logits_NV: Tensor) -> tuple[Ids, Peaks]:
     return ids_N, values_NV[np.arange(len(ids_N)), ids_N]
 
 
+def greedy_ids(logits_NV: Tensor) -> Tensor:
+    return torch.from_numpy(greedy(logits_NV)[0])
+
+
 def sample(logits_NV: Tensor, rules: Rules) -> tuple[Ids, Peaks]:
     """Ids [N] drawn under the rules above, and the highest logit [N] of each row. float32 logits, not changed."""
     paths_N = _paths(rules, logits_NV.shape[1])

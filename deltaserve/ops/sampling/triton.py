@@ -40,6 +40,10 @@ def greedy(logits_NV: Tensor) -> tuple[Ids, Peaks]:
     return _to_host(launch(logits_NV, None, has_rules=False))
 
 
+def greedy_ids(logits_NV: Tensor) -> Tensor:
+    return launch(logits_NV, None, has_rules=False)[:, 0]
+
+
 def sample(logits_NV: Tensor, rules: Rules) -> tuple[Ids, Peaks]:
     has_rules = bool(np.any(rules.top_k_N > 0) or np.any(rules.top_p_N < 1) or np.any(rules.min_p_N > 0))
     table_N5 = torch.from_numpy(pack(rules))
