@@ -16,14 +16,13 @@ from dataclasses import dataclass
 class BlocksStored:
     """Consecutive blocks: `parent_hash` (None at the start of a prompt) closes the block before the first.
 
-    `token_ids` are those of all the blocks, 64 each. `is_on_host` tells the tier.
+    `token_ids` are those of all the blocks, 64 each. Moves between the tiers are no events.
     """
 
     sequence: int
     parent_hash: bytes | None
     block_hashes: tuple[bytes, ...]
     token_ids: tuple[int, ...]
-    is_on_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,31 @@ class FinishReason(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Thinking:
+    """How thinking shows in the tokens of an answer, for the rules that must know where it ends.
+
+    `end_id` is the token that ends it, `start_id` the one that opens it. `is_open`: the prompt has opened it; else the
+    answer may, by its first token. After `budget` tokens of thinking, marks not counted, its end is forced.
+    """
+
+    end_id: int
+    start_id: int | None = None
+    is_open: bool = True
+    budget: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarRule:
+    """The answer, after its thinking, fits the grammar `text` (of `deltaserve.grammar`) and ends where that may end.
+
+    A token of `exit_ids` in the place of the answer's first token leaves the grammar: a tool call instead of an answer.
+    """
+
+    text: str
+    exit_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose tokens for one request. Ranges are checked at the edge (`server.schema`) and by `check()`.
 
@@ -27,6 +52,9 @@ class SamplingParams:
     `prompt_logprobs` the same for the prompt. `stop_token_ids` end the request and are kept in the ids, not in the
     text; end-of-sequence ids are added by the engine from the checkpoint unless `ignore_eos`. `stop` strings are
     watched where text is made (`engine.text`).
+
+    `bad_words` are sequences of tokens that do not come; of a longer one, its last token does not come after the
+    others. `allowed_token_ids`, unless empty, are all the tokens there are. `thinking` None: the answer has none.
     """
 
     max_tokens: int | None = None
@@ -47,6 +75,10 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    thinking: Thinking | None = None
+    grammar: GrammarRule | None = None
 
 
 @dataclass(frozen=True, slots=True)

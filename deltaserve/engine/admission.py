@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from deltaserve.core.errors import ContextLengthError, RequestError
-from deltaserve.core.types import RequestOptions, SamplingParams
+from deltaserve.core.types import RequestOptions, SamplingParams, Thinking
 
 _SEEDS = (-(1 << 63), (1 << 64) - 1)
 MAX_PRIORITY = (1 << 31) - 1
+MAX_BAD_WORDS = 2048  # sequences
 MAX_NAME_CHARS = 1024  # of a salt or a session id
 _HOTTEST = 1e30  # logits are float32, and so is their quotient by the temperature
 
@@ -51,6 +52,10 @@ def admit(prompt_ids: Sequence[int], params: SamplingParams, limits: Limits) -> 
     _check_ids("prompt", prompt_ids, limits)
     _check_ids("stop_token_ids", params.stop_token_ids, limits)
     _check_ids("logit_bias", tuple(params.logit_bias), limits)
+    _check_ids("allowed_token_ids", params.allowed_token_ids, limits)
+    _check_bad_words(params.bad_words, limits)
+    _check_thinking(params.thinking, limits)
+    check_grammar(params)
     if not prompt_ids:
         raise RequestError("the prompt is empty; it must hold at least one token", "prompt")
     return _fit(len(prompt_ids), params, limits.max_model_len)
@@ -132,6 +137,35 @@ def _check_stops(params: SamplingParams) -> None:
         raise RequestError(f"stop must be a tuple of strings, not the text {stop!r}", "stop")
     if "" in params.stop:
         raise RequestError("a stop string must not be empty", "stop")
+
+
+def _check_bad_words(bad_words: Sequence[Sequence[int]], limits: Limits) -> None:
+    if len(bad_words) > MAX_BAD_WORDS:
+        raise RequestError(f"bad_words takes at most {MAX_BAD_WORDS} sequences, not {len(bad_words)}", "bad_words")
+    for token_ids in bad_words:
+        if not token_ids:
+            raise RequestError("a bad word must have at least one token", "bad_words")
+        _check_ids("bad_words", token_ids, limits)
+
+
+def _check_thinking(thinking: Thinking | None, limits: Limits) -> None:
+    if thinking is None:
+        return
+    marks = (thinking.end_id,) if thinking.start_id is None else (thinking.end_id, thinking.start_id)
+    _check_ids("thinking", marks, limits)
+    if thinking.budget is not None and not 0 <= thinking.budget < 1 << 31:
+        sentence = f"thinking_token_budget must be between 0 and {(1 << 31) - 1}, not {thinking.budget}"
+        raise RequestError(sentence, "thinking_token_budget")
+
+
+def check_grammar(params: SamplingParams) -> None:
+    """A grammar alone says where the answer ends. Raises RequestError."""
+    if params.grammar is None:
+        return
+    for name in ("min_tokens", "ignore_eos"):
+        if getattr(params, name):
+            sentence = f"{name} cannot be combined with structured output, which alone says where the answer ends"
+            raise RequestError(f"{sentence}; leave it out", name)
 
 
 def _check_ids(name: str, token_ids: Sequence[int], limits: Limits) -> None:

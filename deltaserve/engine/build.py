@@ -19,7 +19,8 @@ from deltaserve.engine.info import EngineInfo
 from deltaserve.engine.loop import Engine, Runner
 from deltaserve.engine.machine import available_memory_bytes, keep_freed_memory, num_threads
 from deltaserve.engine.team import Team
-from deltaserve.engine.tokenizer import read_chat_markers, read_eos_ids
+from deltaserve.engine.tokenizer import read_chat_markers, read_eos_ids, read_grammars
+from deltaserve.grammar.compiler import Grammars
 from deltaserve.model.config import ModelConfig
 from deltaserve.model.sizes import parameter_counts
 from deltaserve.parallel.mesh import SINGLE
@@ -67,8 +68,9 @@ def build_engine(
     if config.tensor_parallel_size > 1:
         team = Team(config, sizes, directory, on_rank_failure)
         timeline.mark("ranks")
+    grammars = read_grammars(config.model, model_config.vocab_size)
     try:
-        runner, notes = _load(config, model_config, sizes, team, timeline, progress)
+        runner, notes = _load(config, model_config, sizes, team, timeline, progress, grammars)
     except BaseException:
         if team is not None:
             team.abandon()
@@ -82,6 +84,7 @@ def build_engine(
         seed=config.seed,
         debug_checks=config.debug_checks,
         on_close=None if team is None else team.close,
+        grammars=grammars,
     )
 
 
@@ -103,6 +106,7 @@ def _load(
     team: Team | None,
     timeline: Timeline,
     progress: Progress | None,
+    grammars: Grammars | None,
 ) -> tuple[Runner, tuple[str, ...]]:
     def report(num_done: int, num_all: int) -> None:
         if progress is not None:
@@ -111,7 +115,7 @@ def _load(
             timeline.mark("weights")
 
     mesh = SINGLE if team is None else team.mesh
-    runner, notes = load_runner(config, model_config, sizes, mesh, report)
+    runner, notes = load_runner(config, model_config, sizes, mesh, report, grammars=grammars)
     return (runner if team is None else team.lead(runner)), notes
 
 

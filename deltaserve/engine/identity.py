@@ -12,6 +12,7 @@ import hashlib
 from pathlib import Path
 
 from deltaserve.core.config import EngineConfig
+from deltaserve.runner.device import device_of
 
 _HEAD_BYTES = 1 << 16
 _NUM_SAMPLES, _SAMPLE_BYTES = 16, 1 << 12
@@ -22,7 +23,8 @@ def model_identity(config: EngineConfig) -> str:
     digest = hashlib.blake2b(digest_size=16)
     cache, directory = config.cache, config.model
     weights = f"dummy {config.seed}" if config.load_format == "dummy" else "files"
-    _add(digest, f"{config.dtype} {cache.kv_cache_dtype} {cache.state_dtype} {weights}".encode())
+    types = f"{device_of(config).type} {config.dtype} {cache.kv_cache_dtype} {cache.state_dtype}"
+    _add(digest, f"{types} {weights}".encode())
     _add(digest, (directory / "config.json").read_bytes())
     if config.load_format != "dummy":
         for path in sorted(directory.glob("*.safetensors")):

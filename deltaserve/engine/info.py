@@ -59,6 +59,7 @@ class EngineStats:
     `num_prompt_tokens` and `num_cached_tokens` count the prompts of requests whose first token is out;
     `num_computed_tokens` counts every token that went through the model, a recomputed one each time. Free pages hold
     nothing; available ones are free, or hold only what the cache may drop. `num_refused` requests met a full queue.
+    Long prompts took `long_prefill_s` of the `contended_s` seconds in which others had rows too.
     """
 
     num_running: int
@@ -81,9 +82,12 @@ class EngineStats:
     num_host_pages: int = 0
     num_host_slots: int = 0
     num_refused: int = 0
+    long_prefill_s: float = 0.0
+    contended_s: float = 0.0
     cache: CacheStats = field(default_factory=CacheStats)
     drafts: DraftCounts = field(default_factory=DraftCounts)
 
-    @property
-    def mean_step_s(self) -> float:
-        return self.steps_s / self.num_steps if self.num_steps else 0.0
+    @classmethod
+    def empty(cls) -> EngineStats:
+        """Of an engine that has done nothing yet."""
+        return cls(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)

@@ -25,13 +25,14 @@ from dataclasses import replace
 from typing import Protocol
 
 from deltaserve.cache.manager import CacheStats
-from deltaserve.core.errors import EngineDeadError, OverloadedError
+from deltaserve.core.errors import EngineDeadError, OverloadedError, RequestError
 from deltaserve.core.events import CacheEvent
 from deltaserve.core.plan import StepOutput, StepPlan
 from deltaserve.core.request import Request
 from deltaserve.core.types import RequestOptions, SamplingParams, TokenChunk
 from deltaserve.engine.admission import admit, check_options
 from deltaserve.engine.info import EngineInfo, EngineStats, RequestRecord
+from deltaserve.grammar.compiler import GrammarError, Grammars
 from deltaserve.scheduler.speculation import DraftCounts
 
 NUM_RECORDS = 256
@@ -56,6 +57,8 @@ class Scheduler(Protocol):
     def has_work(self) -> bool: ...
     @property
     def draft_counts(self) -> DraftCounts: ...
+    @property
+    def long_prefill_s(self) -> tuple[float, float]: ...
     def add(self, request: Request) -> None: ...
     def abort(self, request_id: int) -> bool: ...
     def preempt(self, request_id: int) -> bool: ...
@@ -98,6 +101,7 @@ class Engine:
         seed: int = 0,
         debug_checks: bool = False,
         on_close: Callable[[], None] | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.info = info
         self.dead_reason: str | None = None
@@ -108,6 +112,7 @@ class Engine:
         self._debug_checks = debug_checks
         self._is_dropped = False  # the last step was interrupted, and its requests are ended
         self._on_close = on_close
+        self._grammars = grammars
         self._seeds = random.Random(seed)
         self.records: deque[RequestRecord] = deque(maxlen=NUM_RECORDS)
         self._num_requests = 0
@@ -140,6 +145,7 @@ class Engine:
         self._refuse_if_dead()
         params = admit(prompt_ids, params, self.info.limits)
         options = check_options(options)
+        self._check_grammar(params)
         if params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(63))
         request_id = self._last_id + 1 if request_id is None else request_id
@@ -161,6 +167,17 @@ class Engine:
         self._num_requests += 1
         self._unreported[request_id] = len(prompt_ids)
         return request_id
+
+    def _check_grammar(self, params: SamplingParams) -> None:
+        """Compiles it, so that nothing can fail once the request runs."""
+        if params.grammar is None:
+            return
+        if self._grammars is None:
+            raise RequestError("this engine has no tokenizer, which grammars need", "grammar")
+        try:
+            self._grammars.check(params.grammar.text)
+        except GrammarError as error:
+            raise RequestError(f"the grammar cannot be used: {error}", "grammar") from None
 
     def abort(self, request_id: int) -> bool:
         """Stop a request; it gives no further chunk. Whether it was alive."""
@@ -219,6 +236,8 @@ class Engine:
             num_host_slots=self.info.num_host_slots,
             num_refused=self._num_refused,
             cache=replace(self._cache.stats),
+            long_prefill_s=self._scheduler.long_prefill_s[0],
+            contended_s=self._scheduler.long_prefill_s[1],
             drafts=deepcopy(self._scheduler.draft_counts),
         )
 

@@ -18,6 +18,7 @@ from deltaserve.engine import child, messages
 from deltaserve.engine.build import Timeline, build_engine
 from deltaserve.engine.launch import EngineJob
 from deltaserve.engine.loop import Engine
+from deltaserve.engine.shortages import Shortages
 
 _STALL_MS = 10  # between two tries to plan a step, when requests wait but none can run
 _PROGRESS_S = 0.1
@@ -60,6 +61,7 @@ class Link:
 
 def serve(engine: Engine, link: Link) -> None:
     """Until told to stop. Raises EngineDeadError when a step fails."""
+    shortages = Shortages()
     while True:
         for message in link.receive(_wait_ms(engine)):
             if isinstance(message, messages.Stop):
@@ -69,6 +71,9 @@ def serve(engine: Engine, link: Link) -> None:
             chunks = engine.step()
             if chunks:
                 link.send(messages.Chunks(chunks))
+            if shortages.is_due(now_s := time.monotonic()):
+                for sentence in shortages.look(engine.stats(), now_s):
+                    sys.stderr.write(f"{sentence}\n")
 
 
 def _wait_ms(engine: Engine) -> int | None:

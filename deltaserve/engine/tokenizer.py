@@ -20,6 +20,7 @@ from tokenizers import decoders
 
 from deltaserve.core.chat import ChatMarkers
 from deltaserve.core.errors import CheckpointError, RequestError
+from deltaserve.grammar.compiler import Grammars, Vocabulary
 from deltaserve.model.config_file import read_json, token_ids
 
 
@@ -30,6 +31,7 @@ class Tokenizer:
         directory = Path(directory)
         self._tokenizer = _load(directory / "tokenizer.json")
         added = self._tokenizer.get_added_tokens_decoder()
+        self.added_ids = frozenset(added)
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.eos_ids = read_eos_ids(directory)
         self._bytes: dict[int, bytes] = {}
@@ -76,6 +78,30 @@ def read_chat_markers(directory: Path | str) -> ChatMarkers | None:
     if not (Path(directory) / "tokenizer.json").is_file():
         return None
     return ChatMarkers.from_encode(Tokenizer(directory).encode)
+
+
+def grammars_of(tokenizer: Tokenizer, vocab_size: int) -> Grammars:
+    """Grammars over the `vocab_size` ids that the model has a row for; the table is made when the first is used."""
+
+    def vocabulary() -> Vocabulary:
+        tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
+        return Vocabulary(tokens, tokenizer.added_ids, tokenizer.eos_ids)
+
+    def encode(text: str) -> list[int]:
+        """Without the tokens that are no text, though their marks stand in it."""
+        ids = tokenizer.encode(text)
+        if tokenizer.added_ids.isdisjoint(ids):
+            return ids
+        return [token_id for character in text for token_id in tokenizer.encode(character)]
+
+    return Grammars(vocabulary, encode)
+
+
+def read_grammars(directory: Path | str, vocab_size: int) -> Grammars | None:
+    """Grammars over a checkpoint's tokenizer; None if it has none."""
+    if not (Path(directory) / "tokenizer.json").is_file():
+        return None
+    return grammars_of(Tokenizer(directory), vocab_size)
 
 
 def read_eos_ids(directory: Path | str) -> tuple[int, ...]:

@@ -4,7 +4,8 @@ The builder keeps one thing between steps: the page table, which plans only exte
 the plan, in plan order, so nothing can be left over from rows that came, went or changed places.
 
 All integers of a step are made in numpy and reach the device in one copy (`staging.py`): a tensor operation per row
-would cost more than the rest of this file. The tokens of padded extend rows continue the row's positions, and their KV goes to the dummy page.
+would cost more than the rest of this file. The tokens of padded extend rows continue the row's positions, and their KV
+goes to the dummy page.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class BatchBuilder:
         flat_3T = np.empty((3, num_extend_tokens + offsets[-1]), np.int64)
         extend_rows = self._extend(extend, width, flat_3T[:, :num_extend_tokens]) if extend else None
         prefill_rows = self._prefill(prefill, offsets, flat_3T[:, num_extend_tokens:]) if prefill else None
-        inputs = BatchInputs(*self._staging.put(flat_3T).unbind(), extend_rows, prefill_rows, self._caches)
+        token_ids_T, positions_T, kv_slots_T = self._staging.put(flat_3T).unbind()
+        inputs = BatchInputs(token_ids_T, positions_T, kv_slots_T, extend_rows, prefill_rows, self._caches)
         starts = [width * place for place in range(num_extend)]
         starts += [num_extend_tokens + offset for offset in offsets[:-1]]
         batch = self._choose(plan.rows, starts, inputs)

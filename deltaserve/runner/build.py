@@ -1,8 +1,8 @@
 """Makes a rank's runner from settings: threads, model, weights, pools.
 
-On the CPU the model computes in float32, and 16-bit weights are widened when they are read; on a GPU in bfloat16, unless
-float32 is asked for. A 16-bit state type is fine: the GDN ops round the state at every boundary, on every path. Without drafts there is no draft head: its weights are not
-loaded, and neither its KV nor hidden vectors are kept.
+On the CPU the model computes in float32, and 16-bit weights are widened when they are read; on a GPU in bfloat16,
+unless float32 is asked for. A 16-bit state type is fine: the GDN ops round the state at every boundary, on every path.
+Without drafts there is no draft head: its weights are not loaded, and neither its KV nor hidden vectors are kept.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from deltaserve.cache.layout import PoolSizes
 from deltaserve.cache.storage import TORCH_DTYPES, allocate, allocate_host
 from deltaserve.core.config import CacheSpec, EngineConfig
 from deltaserve.core.errors import CheckpointError
+from deltaserve.grammar.compiler import Grammars
 from deltaserve.model.config import ModelConfig
 from deltaserve.model.names import BARE_ROWS, MTP_LAYER
 from deltaserve.model.qwen3_5 import Qwen3_5
@@ -57,6 +58,7 @@ def load_runner(
     mesh: Mesh = SINGLE,
     progress: Progress | None = None,
     ops: str | None = None,
+    grammars: Grammars | None = None,
 ) -> tuple[ModelRunner, tuple[str, ...]]:
     """The runner of this rank, ready for its first plan, and what is worth saying of its checkpoint.
 
@@ -87,5 +89,7 @@ def load_runner(
     pools = allocate(sizes.spec, sizes, device)
     host = allocate_host(sizes.spec, sizes.host, is_pinned=device.type == "cuda")
     synthetic = config.speculative.synthetic_acceptance
-    runner = ModelRunner(model, pools, sizes, model_config.vocab_size, mesh, config.debug_checks, host, synthetic)
+    runner = ModelRunner(
+        model, pools, sizes, model_config.vocab_size, mesh, config.debug_checks, host, synthetic, grammars
+    )
     return runner, notes

@@ -1,8 +1,9 @@
-"""Rules that change single logits of one request: min_tokens, logit_bias, penalties.
+"""Rules that change the logits of one request: what may come, what must not, what is liked less.
 
 A processor belongs to one row and never sees another. It is built from the admission alone, so a request that was
-preempted continues as if nothing had happened. The order, as vLLM's: min_tokens, logit_bias, repetition, frequency and
-presence penalty. Cost per step is that of the tokens a rule names, never of the vocabulary.
+preempted continues as if nothing had happened. The order: allowed tokens, bad words, min_tokens, logit_bias,
+repetition, frequency and presence penalty (so far vLLM's), grammar, thinking budget. Cost per step is that of the
+tokens a rule names; only the rows with allowed tokens, a grammar or a spent budget pay for the whole vocabulary.
 
 How drafts are verified under rules (`Sampler.sample`): a rule is told the drafts one by one, as though they were
 accepted, and then to forget those that were not:
@@ -20,11 +21,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from deltaserve.core.plan import Admission
-
-Values = npt.NDArray[np.float32]
+from deltaserve.grammar.compiler import Grammars
+from deltaserve.runner.answer_rules import BadWords, Grammar, ThinkingBudget, Values
 
 
 class Processor(Protocol):
@@ -46,9 +46,13 @@ class Processor(Protocol):
         """Forget these, the tokens accepted last, oldest first; at least one."""
 
 
-def make_processors(admission: Admission, vocab_size: int) -> tuple[Processor, ...]:
+def make_processors(admission: Admission, vocab_size: int, grammars: Grammars | None = None) -> tuple[Processor, ...]:
     """The rules that this request uses, in order; empty for most."""
     params, processors = admission.params, list[Processor]()
+    if params.allowed_token_ids:
+        processors.append(AllowedTokens(params.allowed_token_ids, vocab_size))
+    if params.bad_words:
+        processors.append(told(BadWords(params.bad_words), admission))
     if len(admission.output_ids) < params.min_tokens:
         stop_ids = [token_id for token_id in admission.stop_ids if token_id < vocab_size]
         processors.append(MinTokens(params.min_tokens - len(admission.output_ids), stop_ids))
@@ -56,7 +60,37 @@ def make_processors(admission: Admission, vocab_size: int) -> tuple[Processor, .
         processors.append(LogitBias(params.logit_bias))
     if params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0:
         processors.append(Penalties(admission))
+    if params.grammar is not None:
+        assert grammars is not None, "the engine refuses grammars that it has no tokenizer for"
+        rule = Grammar(params.grammar, params.thinking, grammars.matcher(params.grammar.text))
+        processors.append(told(rule, admission))
+    if params.thinking is not None and params.thinking.budget is not None:
+        processors.append(told(ThinkingBudget(params.thinking, params.thinking.budget), admission))
     return tuple(processors)
+
+
+def told(processor: Processor, admission: Admission) -> Processor:
+    """The processor, once it has heard what the request said before it was preempted."""
+    for token_id in admission.output_ids:
+        processor.accept(token_id)
+    return processor
+
+
+class AllowedTokens:
+    """No token but these."""
+
+    def __init__(self, token_ids: Sequence[int], vocab_size: int) -> None:
+        self._is_forbidden_V = np.ones(vocab_size, np.bool_)
+        self._is_forbidden_V[list(token_ids)] = False
+
+    def apply(self, logits_V: Values) -> None:
+        logits_V[self._is_forbidden_V] = -np.inf
+
+    def accept(self, token_id: int) -> None:
+        pass
+
+    def rollback(self, token_ids: Sequence[int]) -> None:
+        pass
 
 
 class MinTokens:

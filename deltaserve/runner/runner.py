@@ -34,6 +34,7 @@ from deltaserve.cache.storage import CachePools, HostPools
 from deltaserve.core.errors import LogitsError
 from deltaserve.core.plan import RowOutput, StepOutput, StepPlan
 from deltaserve.core.types import TokenLogprob
+from deltaserve.grammar.compiler import Grammars
 from deltaserve.model.inputs import BatchInputs, CacheTensors, DraftInputs
 from deltaserve.parallel.group import receive_array, send_array
 from deltaserve.parallel.mesh import SINGLE, Mesh
@@ -71,6 +72,7 @@ class ModelRunner:
         debug_checks: bool = False,
         host: HostPools | None = None,
         synthetic_acceptance: float | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self._model = model
         self._pools = pools
@@ -83,7 +85,7 @@ class ModelRunner:
         has_drafts = caches.last_hiddens is not None
         self._drafter = Drafter(model, caches, self._builder.pages) if has_drafts else None
         synthetic = SyntheticAcceptance(sizes.num_rows, synthetic_acceptance) if synthetic_acceptance else None
-        self._sampler = Sampler(sizes.num_rows, vocab_size, synthetic)
+        self._sampler = Sampler(sizes.num_rows, vocab_size, synthetic, grammars)
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Rank 0: run one step, on the other ranks too. After an exception the requests of the plan must end."""

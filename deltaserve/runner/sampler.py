@@ -34,6 +34,7 @@ from torch import Tensor
 from deltaserve.core.errors import LogitsError
 from deltaserve.core.plan import Admission, Row, RowKind, RowOutput
 from deltaserve.core.types import TokenLogprob
+from deltaserve.grammar.compiler import Grammars
 from deltaserve.ops import sampling
 from deltaserve.runner.processors import Processor, make_processors
 from deltaserve.runner.speculative import SyntheticAcceptance
@@ -96,9 +97,16 @@ def num_logits(row: Row) -> int:
 class Sampler:
     """Rows 0 .. num_rows - 1 over one vocabulary. `synthetic` decides on drafts instead of their comparison."""
 
-    def __init__(self, num_rows: int, vocab_size: int, synthetic: SyntheticAcceptance | None = None) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        vocab_size: int,
+        synthetic: SyntheticAcceptance | None = None,
+        grammars: Grammars | None = None,
+    ) -> None:
         self._vocab_size = vocab_size
         self._synthetic = synthetic
+        self._grammars = grammars
         self._requests: list[_Request | None] = [None] * num_rows
         self._is_greedy = np.ones(num_rows, np.bool_)
         self._seed_keys = np.zeros(num_rows, np.uint64)
@@ -116,7 +124,7 @@ class Sampler:
             admission.prompt_ids,
             params.logprobs,
             params.prompt_logprobs or 0,
-            make_processors(admission, self._vocab_size),
+            make_processors(admission, self._vocab_size, self._grammars),
         )
         self._is_greedy[row] = params.temperature < GREEDY_BELOW
         self._seed_keys[row] = sampling.seed_keys(np.array([params.seed & _SEED_BITS], np.uint64))[0]

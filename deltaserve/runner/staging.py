@@ -25,20 +25,15 @@ class Staging:
     def __init__(self, device: torch.device, is_direct: bool | None = None) -> None:
         self._device = device
         self._is_direct = device.type == "cpu" if is_direct is None else is_direct
-        self._host: Tensor | None = None
-        self._buffer: Tensor | None = None
-        self._used = 0
+        self._open()
 
     def put(self, values: Ints) -> Tensor:
         """The int64 tensor of these values on the device, of their shape."""
         if self._is_direct:
             return torch.from_numpy(values)
-        if self._host is None or self._used + values.size > len(self._host):
+        if self._used + values.size > len(self._host):
             self.send()
-            numel = max(_LEAST_NUMEL, values.size)
-            self._host = torch.empty(numel, dtype=torch.int64, pin_memory=self._device.type == "cuda")
-            self._buffer = torch.empty(numel, dtype=torch.int64, device=self._device)
-        assert self._host is not None and self._buffer is not None
+            self._open(values.size)
         begin, end = self._used, self._used + values.size
         self._host.numpy()[begin:end] = values.reshape(-1)
         self._used = -(-end // _ALIGN) * _ALIGN
@@ -46,8 +41,14 @@ class Staging:
 
     def send(self) -> None:
         """Copy what was put since the last time."""
-        if self._host is not None and self._buffer is not None:
+        if self._used:
             used = min(self._used, len(self._host))
             self._buffer[:used].copy_(self._host[:used], non_blocking=True)
-        self._host = self._buffer = None
+            self._open()
+
+    def _open(self, numel: int = 0) -> None:
+        """New buffers, with room for `numel` numbers at least; none where nothing is gathered."""
+        numel = 0 if self._is_direct else max(numel, _LEAST_NUMEL)
+        self._host = torch.empty(numel, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        self._buffer = torch.empty(numel, dtype=torch.int64, device=self._device)
         self._used = 0

@@ -6,7 +6,7 @@ gives routing and `/docs`, for which the schemas are published under the names o
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,11 +19,17 @@ from starlette.responses import Response
 from deltaserve.core.errors import EngineDeadError, RequestError
 from deltaserve.engine.info import EngineStats, RequestRecord
 from deltaserve.server import errors
+from deltaserve.server.anthropic import count_tokens, prepare_message, with_anthropic_errors
+from deltaserve.server.anthropic_input import CountTokensRequest, MessagesRequest
+from deltaserve.server.blocks import BlockAnswer, block_events, whole_blocks
 from deltaserve.server.chat import prepare_chat, render
 from deltaserve.server.completions import prepare_completion
 from deltaserve.server.errors import BodyTooLargeError, MediaTypeError
+from deltaserve.server.keys import ApiKeys
 from deltaserve.server.metrics import CONTENT_TYPE
-from deltaserve.server.options import SESSION_HEADER
+from deltaserve.server.options import SESSION_HEADERS
+from deltaserve.server.responses import prepare_response
+from deltaserve.server.responses_input import ResponsesRequest
 from deltaserve.server.sampling import check_token_ids
 from deltaserve.server.schema import (
     ChatRequest,
@@ -45,7 +51,15 @@ PAGE_HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
 }
-BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+BODIES = (
+    ChatRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    MessagesRequest,
+    CountTokensRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
 NO_ONE_LISTENS = 499
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -57,6 +71,7 @@ def create_app(served: Served) -> FastAPI:
     app = FastAPI(title="Deltaserve", version=served.version, redoc_url=None)
     errors.install(app)
     _add_generation(app, served)
+    _add_agents(app, served)
     _add_tokens(app, served)
     _add_models(app, served)
     _add_operation(app, served)
@@ -65,6 +80,8 @@ def create_app(served: Served) -> FastAPI:
         path = "/" if file.name == "index.html" else f"/page/{file.name}"
         app.add_api_route(path, _page(file), methods=["GET", "HEAD"], include_in_schema=False)
     _publish_schemas(app)
+    if served.api_keys:
+        app.add_middleware(ApiKeys, keys=served.api_keys)
     return app
 
 
@@ -80,6 +97,28 @@ def _add_generation(app: FastAPI, served: Served) -> None:
         """A continuation of one or several prompts."""
         body = await _read(request, CompletionRequest)
         return await _answer(request, await prepare_completion(served, body), bool(body.stream))
+
+
+def _add_agents(app: FastAPI, served: Served) -> None:
+    @_post(app, "/v1/responses", ResponsesRequest)
+    async def responses(request: Request) -> Response:
+        """What a model thinks, says and calls next, as OpenAI's items."""
+        body = await _read(request, ResponsesRequest)
+        return await _answer_in_blocks(request, await prepare_response(served, body), bool(body.stream))
+
+    @_post(app, "/v1/messages", MessagesRequest)
+    @with_anthropic_errors
+    async def messages(request: Request) -> Response:
+        """What a model thinks, says and calls next, as Anthropic's content blocks."""
+        body = await _read(request, MessagesRequest)
+        return await _answer_in_blocks(request, await prepare_message(served, body), bool(body.stream))
+
+    @_post(app, "/v1/messages/count_tokens", CountTokensRequest)
+    @with_anthropic_errors
+    async def message_tokens(request: Request) -> Response:
+        """How many tokens the prompt of a message has."""
+        answer = await count_tokens(served, await _read(request, CountTokensRequest))
+        return Response(answer, media_type="application/json")
 
 
 def _add_tokens(app: FastAPI, served: Served) -> None:
@@ -169,14 +208,24 @@ async def _read(request: Request, kind: type[Body]) -> Body:
             raise BodyTooLargeError(f"the body exceeds {MAX_BODY_BYTES} bytes")
     body = parse(kind, b"".join(parts))
     if isinstance(body, GenerationRequest) and body.session_id is None:
-        body.session_id = request.headers.get(SESSION_HEADER) or None
+        body.session_id = next(filter(None, map(request.headers.get, SESSION_HEADERS)), None)
     return body
 
 
 async def _answer(request: Request, answer: Answer, is_stream: bool) -> Response:
     if is_stream:
         return EventStream(events(answer))
-    body = await unless_disconnected(request.receive, whole(answer))
+    return await _whole(request, whole(answer))
+
+
+async def _answer_in_blocks(request: Request, answer: BlockAnswer, is_stream: bool) -> Response:
+    if is_stream:
+        return EventStream(block_events(answer), answer.form)
+    return await _whole(request, whole_blocks(answer))
+
+
+async def _whole(request: Request, work: Coroutine[Any, Any, bytes]) -> Response:
+    body = await unless_disconnected(request.receive, work)
     return Response(status_code=NO_ONE_LISTENS) if body is None else Response(body, media_type="application/json")
 
 

@@ -8,7 +8,7 @@ answer holds the blocks that the same steps lead to, so that the two cannot diff
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -17,6 +17,7 @@ from deltaserve.core.types import FinishReason
 from deltaserve.server.errors import GenerationError
 from deltaserve.server.generation import Generation, Piece, collect
 from deltaserve.server.parsers.sink import Kind, Part
+from deltaserve.server.stream import StreamForm
 
 
 class Step(enum.Enum):
@@ -59,25 +60,23 @@ class Blocks:
         self.all: list[Block] = []
         self._is_open = False
 
-    def feed(self, parts: Iterable[Part]) -> list[Change]:
-        changes: list[Change] = []
+    def feed(self, parts: Iterable[Part]) -> Iterator[Change]:
+        """Each step as it is done: a block is empty when it opens, and whole when it closes."""
         for part in parts:
             kind = Kind.CALL if part.kind is Kind.ARGUMENTS else part.kind
             if part.kind is Kind.CALL or not self._is_open or self.all[-1].kind is not kind:
-                changes += self.finish()
-                changes.append(self._start(part, kind))
+                yield from self.finish()
+                yield self._start(part, kind)
             if part.kind is not Kind.CALL:
                 self.all[-1].pieces.append(part.text)
-                changes.append(Change(Step.GROW, self.all[-1], part.text))
-        return changes
+                yield Change(Step.GROW, self.all[-1], part.text)
 
-    def finish(self, *, is_cut: bool = False) -> list[Change]:
+    def finish(self, *, is_cut: bool = False) -> Iterator[Change]:
         """Close the open block, if there is one."""
-        if not self._is_open:
-            return []
-        self._is_open = False
-        self.all[-1].is_cut = is_cut
-        return [Change(Step.CLOSE, self.all[-1])]
+        if self._is_open:
+            self._is_open = False
+            self.all[-1].is_cut = is_cut
+            yield Change(Step.CLOSE, self.all[-1])
 
     def _start(self, part: Part, kind: Kind) -> Change:
         name = part.text if kind is Kind.CALL else ""
@@ -107,6 +106,7 @@ class BlockAnswer(Protocol):
     """One request on its way to the client, in the form of its endpoint."""
 
     generation: Generation
+    form: StreamForm
 
     def begin(self) -> bytes:
         """The first events, once the engine has begun: what was cached is known then."""
@@ -141,17 +141,16 @@ async def block_events(answer: BlockAnswer) -> AsyncGenerator[bytes, None]:
 async def whole_blocks(answer: BlockAnswer) -> bytes:
     (finished,) = await collect(answer.generation)
     blocks = Blocks()
-    blocks.feed(finished.parts)
+    list(blocks.feed(finished.parts))
     ending = Ending.of(finished.finish_reason, finished.stop_reason, blocks)
-    blocks.finish(is_cut=ending.is_cut)
+    list(blocks.finish(is_cut=ending.is_cut))
     return answer.body(blocks, ending)
 
 
 def _write(answer: BlockAnswer, blocks: Blocks, piece: Piece) -> bytes:
-    changes = blocks.feed(piece.parts)
+    data = b"".join(map(answer.write, blocks.feed(piece.parts)))
     reason = piece.delta.finish_reason
     if reason is None:
-        return b"".join(map(answer.write, changes))
+        return data
     ending = Ending.of(reason, piece.delta.stop_reason, blocks)
-    changes += blocks.finish(is_cut=ending.is_cut)
-    return b"".join(map(answer.write, changes)) + answer.end(blocks, ending)
+    return data + b"".join(map(answer.write, blocks.finish(is_cut=ending.is_cut))) + answer.end(blocks, ending)

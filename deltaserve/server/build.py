@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fastapi import FastAPI
 
 from deltaserve.core.version import VERSION
 from deltaserve.engine.client import Client
-from deltaserve.engine.tokenizer import Tokenizer
+from deltaserve.engine.tokenizer import Tokenizer, grammars_of
 from deltaserve.server.app import create_app
 from deltaserve.server.checkpoint import Checkpoint
 from deltaserve.server.metrics import Metrics
@@ -31,6 +31,7 @@ class Edge:
     formats: Formats
     defaults: dict[str, float]
     max_logprobs: int
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
 
     @classmethod
     def read(cls, settings: Settings, checkpoint: Checkpoint) -> Edge:
@@ -45,6 +46,7 @@ class Edge:
             formats=Formats.choose(settings.tool_call_parser, settings.reasoning_parser, source),
             defaults=load_defaults(settings.generation_config, checkpoint.directory),
             max_logprobs=settings.max_logprobs,
+            api_keys=settings.api_key,
         )
 
     def application(self, client: Client) -> FastAPI:
@@ -59,6 +61,8 @@ class Edge:
             defaults=self.defaults,
             limits=Limits(client.info.max_model_len, client.info.vocab_size, self.max_logprobs),
             metrics=Metrics(self.names[0], client.info.synthetic_acceptance),
+            api_keys=self.api_keys,
             synthetic_acceptance=client.info.synthetic_acceptance,
+            grammars=grammars_of(self.tokenizer, client.info.vocab_size),
         )
         return create_app(served)

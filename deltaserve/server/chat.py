@@ -12,6 +12,7 @@ from typing import Any
 from deltaserve.core.errors import RequestError
 from deltaserve.core.types import FinishReason
 from deltaserve.server.chat_message import deltas, whole_message, without_reasoning
+from deltaserve.server.constraints import constrain
 from deltaserve.server.generation import Finished, Generation, Piece, Usage, make_choices
 from deltaserve.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from deltaserve.server.messages import check_tools, normalize_messages
@@ -67,6 +68,7 @@ async def prepare_chat(served: Served, request: ChatRequest) -> ChatAnswer:
     head, options = Head.make(served, "chatcmpl", request.model), request_options(request)
     params = sampling_params(request, served.defaults, served.limits, _num_logprobs(request, served.limits))
     prompt = await render(served, request)
+    params = await constrain(served, request, params, prompt.state, prompt.plan)
     max_tokens = _budget(request).resolve(len(prompt.ids), served.limits, served.defaults)
     choices = make_choices([(prompt.ids, with_budget(params, max_tokens))], request.n or 1)
     formats = served.formats

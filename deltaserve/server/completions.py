@@ -10,6 +10,7 @@ from deltaserve.core.errors import RequestError
 from deltaserve.core.types import FinishReason, SamplingParams, TokenChunk, TokenLogprob
 from deltaserve.engine.text import TextStream
 from deltaserve.engine.tokenizer import Tokenizer
+from deltaserve.server.constraints import constrain
 from deltaserve.server.generation import Finished, Generation, Piece, make_choices
 from deltaserve.server.logprobs import TokenNames, completion_logprobs, prompt_logprobs
 from deltaserve.server.options import request_options
@@ -46,6 +47,7 @@ async def prepare_completion(served: Served, request: CompletionRequest) -> Comp
     params = sampling_params(request, served.defaults, served.limits, num_logprobs)
     if request.echo and request.logprobs is not None:
         params = replace(params, prompt_logprobs=max(request.logprobs, params.prompt_logprobs or 0))
+    params = await constrain(served, request, params)
     prompts = [(ids, _budgeted(served, request, params, ids)) for ids in await _prompts(served, request)]
     num_each = request.n or 1
     if len(prompts) * num_each > MAX_CHOICES:

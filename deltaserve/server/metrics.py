@@ -139,6 +139,8 @@ ENGINE_COUNTERS: Figures = (
     ("num_steps", "Steps of the engine.", lambda s: s.num_steps),
     ("steps_seconds", "Time spent in steps.", lambda s: s.steps_s),
     ("computed_tokens", "Tokens that went through the model.", lambda s: s.num_computed_tokens),
+    ("long_prefill_seconds", "Time that long prompts took beside others.", lambda s: s.long_prefill_s),
+    ("contended_seconds", "Time of steps in which others than long prompts had rows.", lambda s: s.contended_s),
     ("prefix_cache_queries", "Tokens looked up in the prefix cache.", lambda s: s.cache.num_looked_up),
     ("prefix_cache_hits", "Those of them that need no computing.", lambda s: s.cache.num_hit),
     ("prefix_cache_restored_tokens", "Hits that came from the host tier.", lambda s: s.cache.num_restored),

@@ -16,7 +16,8 @@ from deltaserve.core.types import RequestOptions
 from deltaserve.engine.admission import MAX_PRIORITY, check_options
 from deltaserve.server.schema import GenerationRequest, shown
 
-SESSION_HEADER = "x-session-id"
+# Ours, that of routers in front of several servers, and that of an agent; the first that is there counts.
+SESSION_HEADERS = ("x-session-id", "x-dynamo-session-id", "x-claude-code-session-id")
 
 
 def request_options(request: GenerationRequest) -> RequestOptions:

@@ -14,6 +14,7 @@ after the first event was out (before that, it is an error with a status of its 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -45,7 +46,8 @@ async def prepare_response(served: Served, request: ResponsesRequest) -> Respons
         chat = await prepare_chat(served, to_chat(request))
     except RequestError as error:
         raise renamed(error, NAMES) from None
-    return ResponsesAnswer(Head.make(served, "resp", request.model), request, chat.generation)
+    head = Head.make(served, "resp", request.model)
+    return ResponsesAnswer(replace(head, id=head.id.replace("-", "_")), request, chat.generation)
 
 
 class ResponsesAnswer:
@@ -71,8 +73,8 @@ class ResponsesAnswer:
             added = self._event("response.output_item.added", {"output_index": block.index, "item": item})
             return added + self._part_event("response.content_part.added", block)
         if change.step is Step.GROW:
-            extra = {"logprobs": []} if block.kind is Kind.CONTENT else {}
-            return self._event(f"{DELTA[block.kind]}.delta", self._place(block) | {"delta": change.text} | extra)
+            fields = self._place(block) | {"delta": change.text} | _no_logprobs(block)
+            return self._event(f"{DELTA[block.kind]}.delta", fields)
         return self._close(block)
 
     def end(self, blocks: Blocks, ending: Ending) -> bytes:
@@ -94,8 +96,7 @@ class ResponsesAnswer:
         if block.kind is Kind.CALL:
             done = self._event(f"{DELTA[block.kind]}.done", place | {"name": block.name, "arguments": text})
         else:
-            extra = {"logprobs": []} if block.kind is Kind.CONTENT else {}
-            done = self._event(f"{DELTA[block.kind]}.done", place | {"text": text} | extra)
+            done = self._event(f"{DELTA[block.kind]}.done", place | {"text": text} | _no_logprobs(block))
         done += self._part_event("response.content_part.done", block)
         return done + self._event(
             "response.output_item.done", {"output_index": block.index, "item": self._item(block, _status(block))}
@@ -115,7 +116,7 @@ class ResponsesAnswer:
         return place if block.kind is Kind.CALL else place | {"content_index": 0}
 
     def _item_id(self, block: Block) -> str:
-        return f"{ITEM_PREFIX[block.kind]}_{self._head.id.removeprefix('resp-')}{block.index:02x}"
+        return f"{ITEM_PREFIX[block.kind]}_{self._head.id.removeprefix('resp_')}{block.index:02x}"
 
     def _item(self, block: Block, status: str) -> dict[str, Any]:
         parts = [] if status == "in_progress" else [_part(block)]
@@ -174,6 +175,11 @@ class ResponsesAnswer:
 
 def _status(block: Block) -> str:
     return "incomplete" if block.is_cut else "completed"
+
+
+def _no_logprobs(block: Block) -> dict[str, Any]:
+    """What clients want in the events of a text, asked for or not."""
+    return {"logprobs": []} if block.kind is Kind.CONTENT else {}
 
 
 def _part(block: Block) -> dict[str, Any]:

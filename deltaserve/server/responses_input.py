@@ -24,14 +24,20 @@ import msgspec
 from deltaserve.core.errors import RequestError
 from deltaserve.server.errors import NotOfferedError
 from deltaserve.server.schema import ChatRequest, GenerationRequest, Range, shown
-from deltaserve.server.turns import Turns, chat_request, function, joined, structured, text_at, typed
+from deltaserve.server.turns import Turns, chat_request, function, joined, text_at, typed
 
 ENCRYPTED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
 PACKED = "deltaserve:"
 TEXT_PARTS = ("input_text", "output_text", "text")
 ROLES = ("system", "developer", "user", "assistant")
-NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort"}
+NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+}
 _POSITIVE = Range(1)
 
 
@@ -96,9 +102,10 @@ def to_chat(request: ResponsesRequest) -> ChatRequest:
         "parallel_tool_calls": request.parallel_tool_calls,
         "reasoning_effort": request.reasoning.effort if request.reasoning else None,
         "chat_template_kwargs": request.chat_template_kwargs,
+        "response_format": _format(request.text),
         "session_id": request.session_id or request.prompt_cache_key or None,
     }
-    return chat_request(request, values | structured(_format(request.text), "text.format"))
+    return chat_request(request, values)
 
 
 def pack(thought: str) -> str:
@@ -224,8 +231,6 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
 def _format(text: TextOptions | None) -> dict[str, Any] | None:
     """`text.format` as a chat's `response_format`, which holds the schema one level deeper."""
     given = text.format if text else None
-    if given is None or given.get("type") == "text":
-        return None
-    if given.get("type") != "json_schema":
+    if given is None or given.get("type") != "json_schema":
         return given
     return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}

@@ -89,7 +89,7 @@ def load_defaults(source: str, model: Path) -> dict[str, float]:
 def sampling_params(
     request: GenerationRequest, defaults: Mapping[str, float], limits: Limits, num_logprobs: int | None
 ) -> SamplingParams:
-    """Everything but `max_tokens`, which depends on the prompt (see OutputBudget)."""
+    """All but `max_tokens` (see OutputBudget) and what is said of the answer (`server.constraints`)."""
 
     def value(name: str) -> float:
         given: float | None = getattr(request, name)
@@ -113,6 +113,7 @@ def sampling_params(
         prompt_logprobs=_num_prompt_logprobs(request, limits),
         include_stop_str_in_output=bool(request.include_stop_str_in_output),
         skip_special_tokens=request.skip_special_tokens is not False,
+        allowed_token_ids=_allowed_ids(request.allowed_token_ids, limits.vocab_size),
     )
 
 
@@ -174,6 +175,16 @@ def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     if "" in strings:
         raise RequestError("stop must not hold an empty string", "stop")
     return strings
+
+
+def _allowed_ids(ids: list[int] | None, vocab_size: int) -> tuple[int, ...]:
+    if ids is None:
+        return ()
+    if not ids:
+        raise RequestError(
+            "allowed_token_ids must hold at least one id; leave it out to allow all", "allowed_token_ids"
+        )
+    return check_token_ids(tuple(dict.fromkeys(ids)), vocab_size, "allowed_token_ids")
 
 
 def _num_prompt_logprobs(request: GenerationRequest, limits: Limits) -> int | None:

@@ -32,6 +32,19 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
+class StructuredOutputs(msgspec.Struct):
+    """What the answer must be, by one of these; vLLM's names. See `server.constraints`."""
+
+    json: str | dict[str, Any] | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    structural_tag: Any = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+
+
 class GenerationRequest(msgspec.Struct, kw_only=True):
     """What chat and text completions have in common."""
 
@@ -63,6 +76,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     session_id: str | None = None
     speculative: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    thinking_token_budget: int | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -117,18 +135,12 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 # Fields that would change the answer and that nothing here honours, each with the values that ask for nothing.
 NOT_OFFERED: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
     "audio": (),
-    "bad_words": ([],),
     "best_of": (1,),
     "chat_template": (),
     "documents": ([],),
     "function_call": ("none",),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "kv_transfer_params": ({},),
     "length_penalty": (1,),
     "logits_processors": ([],),
@@ -136,14 +148,14 @@ NOT_OFFERED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "prompt_embeds": (),
     "repetition_detection": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "suffix": ("",),
-    "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "web_search_options": (),
 }
+
+# Fields that have gone, and what says the same now.
+RENAMED = {f"guided_{kind}": f"structured_outputs.{kind}" for kind in ("json", "regex", "choice", "grammar")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +189,7 @@ RANGES: dict[str, Range] = {
     "max_tokens": Range(1),
     "max_completion_tokens": Range(1),
     "min_tokens": Range(0),
+    "thinking_token_budget": Range(0, (1 << 31) - 1),
     "prompt_logprobs": Range(0),
     "top_logprobs": Range(0),
 }
@@ -265,6 +278,9 @@ def _refuse_not_offered(values: dict[str, Any]) -> None:
         value = values[name]
         if value is not None and value not in NOT_OFFERED[name]:
             raise NotOfferedError(f"{name} is not offered yet, and was {shown(value)}; leave it out", name)
+    for name in RENAMED.keys() & values.keys():
+        if values[name] is not None:
+            raise NotOfferedError(f"{name} is not offered: use {RENAMED[name]}", name)
 
 
 def _refuse_engine_fields(values: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from deltaserve.core.errors import ModelNotFoundError, RequestError
 from deltaserve.engine.tokenizer import Tokenizer
+from deltaserve.grammar.compiler import Grammars
 from deltaserve.server.generation import EngineClient
 from deltaserve.server.metrics import Metrics
 from deltaserve.server.parsers.formats import Formats
@@ -40,6 +41,8 @@ class Served:
     limits: Limits
     metrics: Metrics
     synthetic_acceptance: float | None = None
+    grammars: Grammars | None = None
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     @property

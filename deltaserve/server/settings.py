@@ -31,6 +31,8 @@ SCHEDULING, MACHINE = "Scheduling", "Machine"
 
 DRAFTS_HELP = 'Drafts, as JSON: {"method": "mtp", "num_speculative_tokens": 3}.'
 
+API_KEY_HELP = "A key that clients must send, as a bearer token or as x-api-key; repeat it for several."
+
 
 def _flag(default: Any, panel: str, text: str) -> Any:
     return field(default=default, metadata={"panel": panel, "help": text})
@@ -45,6 +47,7 @@ class Settings:
     host: str = _flag("127.0.0.1", SERVER, "Address to listen on; 0.0.0.0 for all.")
     port: int = _flag(8000, SERVER, "Port to listen on; 0 takes a free one.")
     served_model_name: tuple[str, ...] = _flag((), SERVER, "Names for clients; repeat it for aliases.")
+    api_key: tuple[str, ...] = field(default=(), repr=False, metadata={"panel": SERVER, "help": API_KEY_HELP})
     chat_template: str | None = _flag(None, SERVER, "A jinja file in place of the checkpoint's template.")
     tool_call_parser: str = _flag(
         "auto", SERVER, "Format of tool calls: auto (by the template), qwen3_coder, hermes, none."
@@ -99,6 +102,8 @@ class Settings:
             raise ConfigError(f"--max-logprobs must be at least 0, not {self.max_logprobs}")
         if self.uvicorn_log_level not in LOG_LEVELS:
             raise ConfigError(f"--uvicorn-log-level must be one of {', '.join(LOG_LEVELS)}")
+        if not all(key.isascii() and key.isprintable() and key.strip() == key != "" for key in self.api_key):
+            raise ConfigError("--api-key must be printable ASCII text without spaces around it")
         if not self.enable_auto_tool_choice:
             raise ConfigError(
                 "--no-enable-auto-tool-choice is not offered; --tool-call-parser none leaves calls as text"
@@ -184,8 +189,9 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"--config: {path} must hold keys and values")
     values = {_known_key(key, path): _listed(value) for key, value in content.items()}
-    if isinstance(name := values.get("served_model_name"), str):
-        values["served_model_name"] = (name,)
+    for name in ("served_model_name", "api_key"):
+        if isinstance(values.get(name), str):
+            values[name] = (values[name],)
     return values
 
 

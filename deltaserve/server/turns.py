@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from deltaserve.core.errors import RequestError
-from deltaserve.server.errors import NotOfferedError
 from deltaserve.server.schema import ChatRequest, GenerationRequest, shown
 
 Message = dict[str, Any]
@@ -65,6 +64,16 @@ class Turns:
         self._assistant(new=False).setdefault("tool_calls", []).append(call)
         self._last = "call"
 
+    def new_assistant(self) -> None:
+        """What the assistant does next begins a message of its own."""
+        self._last = ""
+
+    @property
+    def ends_in_text(self) -> bool:
+        """Whether the last message is the assistant's, with text that an answer could go on from."""
+        last = self.messages[-1] if self.messages else {}
+        return last.get("role") == "assistant" and bool(last["content"]) and not last.get("tool_calls")
+
     def _assistant(self, *, new: bool) -> Message:
         """The assistant's message that is being written."""
         if new or not self._last:
@@ -81,24 +90,15 @@ def chat_request(body: GenerationRequest, values: Mapping[str, Any]) -> ChatRequ
     return ChatRequest(**{**{name: getattr(body, name) for name in SHARED}, **values})
 
 
-def structured(value: dict[str, Any] | None, field: str) -> dict[str, Any]:
-    """`response_format` of a chat, where this server has it. `field` is where the client wrote it."""
-    if value is None:
-        return {}
-    if "response_format" not in ChatRequest.__struct_fields__:
-        raise NotOfferedError(f"{field}: structured output is not offered yet; leave it out", field)
-    return {"response_format": value}
-
-
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """An error about a chat's field, told of the field that it came from."""
-    head, dot, rest = (error.param or "").partition(".")
-    if head not in names:
+    """An error about a chat's field, told of the field that it came from. A longer name stands before its beginning."""
+    param = error.param or ""
+    name = next((name for name in names if f"{param}.".startswith(f"{name}.")), None)
+    if name is None:
         return error
+    ours = names[name] + param.removeprefix(name)
     message = error.message
-    if message.startswith(head):
-        message = names[head] + message.removeprefix(head)
-    return type(error)(message, names[head] + dot + rest)
+    return type(error)(ours + message.removeprefix(param) if message.startswith(param) else message, ours)
 
 
 def typed(place: Place, kind: type[T], word: str) -> T:

@@ -146,12 +146,13 @@ def _chat_frame(target: Target) -> tuple[list[int], list[int]]:
         one, other = (target.render([user(letter)]) for letter in "xq")
     except SkippedError:
         return [], []
-    num_head = _num_common(one, other)
-    num_tail = min(_num_common(one[::-1], other[::-1]), len(one) - num_head)
+    num_head = num_common(one, other)
+    num_tail = min(num_common(one[::-1], other[::-1]), len(one) - num_head)
     return one[:num_head], one[len(one) - num_tail :]
 
 
-def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
+def num_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the common beginning."""
     size = min(len(one), len(other))
     return next((index for index in range(size) if one[index] != other[index]), size)
 

@@ -92,7 +92,7 @@ def test_requests_get_their_own_tokens_and_everything_is_free_after(num_pages: i
     assert stats.num_prompt_tokens == sum(map(len, prompts.values()))
     if not stats.num_preemptions:
         assert stats.num_computed_tokens == stats.num_prompt_tokens - stats.num_cached_tokens + 6 * 149
-    assert stats.num_steps > 0 and stats.mean_step_s == stats.steps_s / stats.num_steps
+    assert stats.num_steps > 0 and stats.steps_s > 0
 
 
 def test_the_checkpoints_eos_ends_a_request_unless_it_is_ignored() -> None:

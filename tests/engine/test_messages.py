@@ -27,7 +27,7 @@ PARAMS = SamplingParams(
 EVENTS = (
     BlocksStored(1, None, (b"a" * 16, b"b" * 16), tuple(range(128))),
     CacheCleared(2),
-    BlocksStored(3, b"a" * 16, (b"c" * 16,), tuple(range(64)), is_on_host=True),
+    BlocksStored(3, b"a" * 16, (b"c" * 16,), tuple(range(64))),
     BlocksRemoved(4, (b"c" * 16,)),
 )
 LOGPROB = TokenLogprob(3, -0.5, 2, ((1, -0.1), (3, -0.5)))
@@ -59,7 +59,7 @@ def test_to_the_engine(message: messages.ToEngine) -> None:
         messages.Chunks([CHUNK, TokenChunk(2)]),
         messages.Rejected(1, "RequestError", "no", "prompt"),
         messages.Stats(
-            EngineStats(*range(1, 14), 0.5, *range(7, 13), CacheStats(5), DraftCounts(4, 12, 7, [4, 4], [4, 3]))
+            EngineStats(*range(1, 14), 0.5, *range(7, 13), 0.25, 0.5, CacheStats(5), DraftCounts(4, 12, 7, [4, 4], [4, 3]))
         ),
         messages.Records([RequestRecord(3, RECORD)]),
         messages.Events.of(EVENTS),

@@ -144,7 +144,7 @@ class BadWords:
 def add_rules(monkeypatch: pytest.MonkeyPatch, request_id: int, words: Sequence[tuple[int, ...]] = ()) -> None:
     """The request also obeys the grammar, or never says the words."""
 
-    def make(admission: Admission, vocab_size: int) -> tuple[Processor, ...]:
+    def make(admission: Admission, vocab_size: int, _: object) -> tuple[Processor, ...]:
         found = make_processors(admission, vocab_size)
         if admission.request_id != request_id:
             return found

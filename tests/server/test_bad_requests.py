@@ -206,19 +206,13 @@ def test_wrong_fields_of_completions(http: Http, engine: FakeClient, fields: dic
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("response_format", {"type": "json_object"}),
-        ("response_format", {"type": "json_schema", "json_schema": {}}),
         ("use_beam_search", True),
         ("best_of", 2),
         ("suffix", "after"),
-        ("bad_words", ["x"]),
-        ("allowed_token_ids", [1]),
-        ("structured_outputs", {"json": {}}),
         ("guided_json", {}),
         ("chat_template", "{{ 1 }}"),
         ("functions", [{}]),
         ("lora_request", {}),
-        ("thinking_token_budget", 5),
     ],
 )
 def test_what_is_not_offered_is_refused_by_name(http: Http, engine: FakeClient, name: str, value: Any) -> None:

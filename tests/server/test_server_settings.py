@@ -121,7 +121,7 @@ def test_flags_arrive_in_the_engine_config(name: str, value: Any, path: str, exp
 
 def test_every_flag_is_the_engines_or_the_servers() -> None:
     engine = {name for name, *_ in ARRIVALS}
-    server = {"host", "port", "served_model_name", "chat_template", "generation_config", "max_logprobs"}
+    server = {"api_key", "host", "port", "served_model_name", "chat_template", "generation_config", "max_logprobs"}
     parsers = {"tool_call_parser", "reasoning_parser", "enable_auto_tool_choice"}
     process = {"shutdown_timeout", "uvicorn_log_level"}
     lookup = {"model", "revision", "download_dir"}

@@ -17,7 +17,7 @@ from deltaserve.core.types import BLOCK
 from deltaserve.verify.ask import Answer, Ask, greedy
 from deltaserve.verify.book import Book
 from deltaserve.verify.lab import Lab
-from deltaserve.verify.prompts import user
+from deltaserve.verify.prompts import num_common, user
 from deltaserve.verify.target import Message, Session, Setup, Tally, ask_alone
 
 NUM_TURNS = 4
@@ -116,12 +116,6 @@ def num_pages(ask: Ask) -> int:
 
 def count_hits(answers: Sequence[Answer]) -> int:
     return sum(answer.num_cached > 0 for answer in answers)
-
-
-def num_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the common beginning."""
-    size = min(len(one), len(other))
-    return next((index for index in range(size) if one[index] != other[index]), size)
 
 
 def _said(text: str) -> Message:
