@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -28,12 +29,18 @@ from torch.profiler import ProfilerActivity, profile
 
 from deltaserve.bench.in_process import open_engine
 from deltaserve.bench.record import Row, describe_commit, result_path, write_rows
+from deltaserve.bench.stopwatch import Stopwatch
 from deltaserve.core.types import SamplingParams
 from deltaserve.engine.loop import Engine
 from deltaserve.model.presets import PRESETS
+from deltaserve.runner.batch import BatchBuilder
+from deltaserve.runner.sampler import Sampler
+from deltaserve.runner.speculative import Drafter
+from deltaserve.scheduler.scheduler import Scheduler
 
 NUM_TIMED, NUM_PROFILED, NUM_KERNELS = 24, 3, 16
 ROOM = 256  # output tokens that a request of a decode figure may come to
+LONG = 32768  # prompts from this length on take so long that compiling kernels does not show
 ACCEPTANCE = 2.5  # tokens a step with drafts, the sampled one included
 
 
@@ -44,6 +51,13 @@ class Decode:
     is_profiled: bool = False
 
 
+HOST_PARTS: dict[str, tuple[Any, str]] = {
+    "schedule": (Scheduler, "schedule"),
+    "update": (Scheduler, "update"),
+    "build tensors": (BatchBuilder, "build"),
+    "sample": (Sampler, "sample"),
+    "drafts": (Drafter, "draft"),
+}
 PREFILLS = (1024, 8192, 65536)
 DECODES = (Decode(1, 1024, True), Decode(32, 1024, True), Decode(32, 32768, True))
 DRAFTED = (Decode(1, 1024), Decode(32, 1024))
@@ -97,12 +111,14 @@ class Bench:
         waiting = set(ids)
         while waiting:
             waiting -= {chunk.request_id for chunk in self._engine.step() if chunk.token_ids}
-        filled_s = time.perf_counter() - started_s
-        self.record("prefill.tok_s", case.in_flight * case.context / filled_s, "tok/s", f"{what}, all prompts")
+        if case.context >= LONG:
+            tok_s = case.in_flight * case.context / (time.perf_counter() - started_s)
+            self.record("prefill.tok_s", tok_s, "tok/s", f"{case.in_flight} prompts of {case.context}")
         self._steps(3)
         times, num_tokens = self._timed_steps()
         self.record("decode.ms_per_step", 1e3 * statistics.median(times), "ms", what)
         self.record("decode.tok_s", num_tokens / sum(times), "tok/s", what)
+        self._watch_host(what)
         if case.is_profiled:
             self._profile(what)
         for request_id in ids:
@@ -116,6 +132,14 @@ class Bench:
             num_tokens += sum(len(chunk.token_ids) for chunk in self._engine.step())
             times.append(time.perf_counter() - started_s)
         return times, num_tokens
+
+    def _watch_host(self, what: str) -> None:
+        """What a step takes on the host outside the model; `sample` and `drafts` include waiting for the device."""
+        stopwatch = Stopwatch()
+        with stopwatch.watching(HOST_PARTS):
+            self._steps(NUM_TIMED // 3)
+        for part, self_s in stopwatch.self_s.items():
+            self.record("decode.host_ms_per_step", 3e3 * self_s / NUM_TIMED, "ms", f"{what}, {part}")
 
     def _profile(self, what: str) -> None:
         """The kernels by their time, a step; and how long the device worked at all."""

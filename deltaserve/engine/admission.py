@@ -55,6 +55,8 @@ def admit(prompt_ids: Sequence[int], params: SamplingParams, limits: Limits) -> 
     _check_ids("allowed_token_ids", params.allowed_token_ids, limits)
     _check_bad_words(params.bad_words, limits)
     _check_thinking(params.thinking, limits)
+    if params.grammar is not None:
+        _check_ids("grammar", params.grammar.exit_ids, limits)
     check_grammar(params)
     if not prompt_ids:
         raise RequestError("the prompt is empty; it must hold at least one token", "prompt")
@@ -144,7 +146,7 @@ def _check_bad_words(bad_words: Sequence[Sequence[int]], limits: Limits) -> None
         raise RequestError(f"bad_words takes at most {MAX_BAD_WORDS} sequences, not {len(bad_words)}", "bad_words")
     for token_ids in bad_words:
         if not token_ids:
-            raise RequestError("a bad word must have at least one token", "bad_words")
+            raise RequestError("bad_words must not hold an empty sequence", "bad_words")
         _check_ids("bad_words", token_ids, limits)
 
 

@@ -25,6 +25,9 @@ class Staging:
     def __init__(self, device: torch.device, is_direct: bool | None = None) -> None:
         self._device = device
         self._is_direct = device.type == "cpu" if is_direct is None else is_direct
+        self._host: Tensor
+        self._buffer: Tensor
+        self._used: int
         self._open()
 
     def put(self, values: Ints) -> Tensor:

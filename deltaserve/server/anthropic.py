@@ -13,22 +13,18 @@ the stop reason `model_context_window_exceeded`.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from http import HTTPStatus
 from typing import Any
 
 import msgspec
 import pydantic_core
-from starlette.requests import Request
 from starlette.responses import Response
 
 from deltaserve.core.errors import ContextLengthError, RequestError
 from deltaserve.server.anthropic_input import NAMES, CountTokensRequest, MessagesRequest, to_chat
 from deltaserve.server.blocks import Block, Blocks, Change, Ending, Step
 from deltaserve.server.chat import prepare_chat, render
-from deltaserve.server.errors import RETRY_AFTER, describe
+from deltaserve.server.errors import ANTHROPIC_PATHS, anthropic_body, describe, error_response
 from deltaserve.server.generation import Generation, Usage
 from deltaserve.server.parsers.marks import THINK_END
 from deltaserve.server.parsers.sink import Kind
@@ -37,19 +33,9 @@ from deltaserve.server.served import Head, Served
 from deltaserve.server.stream import StreamForm, named_event
 from deltaserve.server.turns import renamed
 
-logger = logging.getLogger(__name__)
 encode = msgspec.json.encode
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 SIGNATURE = "unsigned"
-ERROR_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
 PING = named_event("ping", b'{"type":"ping"}')
 
 
@@ -83,33 +69,12 @@ async def count_tokens(served: Served, request: CountTokensRequest) -> bytes:
     return encode({"input_tokens": len(prompt.ids)})
 
 
-def anthropic_error(error: Exception) -> Response:
-    status = describe(error)[0]
-    headers = RETRY_AFTER if status == HTTPStatus.TOO_MANY_REQUESTS else None
-    return Response(encode(_error_body(error)), status, headers, "application/json")
-
-
-def with_anthropic_errors(endpoint: Endpoint) -> Endpoint:
-    """`endpoint`, whose every exception is answered in Anthropic's shape."""
-
-    async def guarded(request: Request) -> Response:
-        try:
-            return await endpoint(request)
-        except Exception as error:
-            if describe(error)[0] == HTTPStatus.INTERNAL_SERVER_ERROR:
-                logger.error("a request failed", exc_info=error)
-            return anthropic_error(error)
-
-    guarded.__doc__, guarded.__name__ = endpoint.__doc__, endpoint.__name__
-    return guarded
-
-
 class MessagesAnswer:
     """Turns what the engine gives into the body or the events of one request. `is_short`: the context ends first."""
 
     def __init__(self, head: Head, generation: Generation, *, is_short: bool) -> None:
         self.generation = generation
-        self.form = StreamForm(b"", anthropic_error, _failure)
+        self.form = StreamForm(b"", _refusal, _failure)
         self._head = head
         self._is_short = is_short
 
@@ -208,18 +173,9 @@ def _usage(usage: Usage) -> dict[str, Any]:
     return counts
 
 
-def _error_body(error: Exception) -> dict[str, Any]:
-    """The format has no place for the field's name, so that the sentence says it first."""
-    status, body = describe(error)
-    message, param = body["error"]["message"], body["error"]["param"]
-    if param is not None and param not in message:
-        message = f"{param}: {message}"
-    return {"type": "error", "error": {"type": ERROR_TYPES.get(status, _other_type(status)), "message": message}}
-
-
-def _other_type(status: int) -> str:
-    return "api_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+def _refusal(error: Exception) -> Response:
+    return error_response(error, ANTHROPIC_PATHS)
 
 
 def _failure(error: Exception) -> bytes:
-    return named_event("error", encode(_error_body(error)))
+    return named_event("error", encode(anthropic_body(*describe(error))))

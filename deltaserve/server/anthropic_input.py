@@ -72,7 +72,7 @@ def to_chat(request: CountTokensRequest) -> ChatRequest:
     _refuse(request)
     turns = _turns(request)
     choice = request.tool_choice or {}
-    values = {
+    values: dict[str, Any] = {
         "messages": turns.build(),
         "tools": [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools or ())] or None,
         "tool_choice": _tool_choice(choice) if choice else None,

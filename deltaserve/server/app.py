@@ -17,9 +17,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from deltaserve.core.errors import EngineDeadError, RequestError
+from deltaserve.core.types import BLOCK
 from deltaserve.engine.info import EngineStats, RequestRecord
 from deltaserve.server import errors
-from deltaserve.server.anthropic import count_tokens, prepare_message, with_anthropic_errors
+from deltaserve.server.anthropic import count_tokens, prepare_message
 from deltaserve.server.anthropic_input import CountTokensRequest, MessagesRequest
 from deltaserve.server.blocks import BlockAnswer, block_events, whole_blocks
 from deltaserve.server.chat import prepare_chat, render
@@ -107,14 +108,12 @@ def _add_agents(app: FastAPI, served: Served) -> None:
         return await _answer_in_blocks(request, await prepare_response(served, body), bool(body.stream))
 
     @_post(app, "/v1/messages", MessagesRequest)
-    @with_anthropic_errors
     async def messages(request: Request) -> Response:
         """What a model thinks, says and calls next, as Anthropic's content blocks."""
         body = await _read(request, MessagesRequest)
         return await _answer_in_blocks(request, await prepare_message(served, body), bool(body.stream))
 
     @_post(app, "/v1/messages/count_tokens", CountTokensRequest)
-    @with_anthropic_errors
     async def message_tokens(request: Request) -> Response:
         """How many tokens the prompt of a message has."""
         answer = await count_tokens(served, await _read(request, CountTokensRequest))
@@ -270,6 +269,7 @@ def _card(served: Served, name: str) -> dict[str, Any]:
         "root": served.root,
         "parent": None,
         "max_model_len": served.limits.max_model_len,
+        "block_size": BLOCK,  # prefixes are hashed and resumed in units of so many tokens
     } | ({} if synthetic is None else {"synthetic_acceptance_length": synthetic})
 
 

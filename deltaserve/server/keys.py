@@ -12,12 +12,10 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from deltaserve.server.anthropic import anthropic_error
 from deltaserve.server.errors import UnauthorizedError, error_response
 
 OPEN_PATHS = frozenset(("/", "/health", "/metrics", "/version"))
 PAGE_FILES = "/page/"
-ANTHROPIC_PATHS = "/v1/messages"
 
 
 class ApiKeys:
@@ -32,8 +30,7 @@ class ApiKeys:
             await self._app(scope, receive, send)
             return
         error = UnauthorizedError("a key is needed: send Authorization: Bearer KEY, or x-api-key: KEY")
-        answer = anthropic_error if scope["path"].startswith(ANTHROPIC_PATHS) else error_response
-        response = answer(error)
+        response = error_response(error, scope["path"])
         response.headers["www-authenticate"] = "Bearer"
         await response(scope, receive, send)
 

@@ -25,7 +25,7 @@ from deltaserve.server.chat import prepare_chat
 from deltaserve.server.errors import describe, error_response
 from deltaserve.server.generation import Generation, Usage
 from deltaserve.server.parsers.sink import Kind
-from deltaserve.server.responses_input import ENCRYPTED, NAMES, ResponsesRequest, pack, to_chat
+from deltaserve.server.responses_input import ENCRYPTED, NAMES, ResponsesRequest, is_left_out, pack, to_chat
 from deltaserve.server.served import Head, Served
 from deltaserve.server.stream import StreamForm, named_event
 from deltaserve.server.turns import renamed
@@ -164,7 +164,7 @@ class ResponsesAnswer:
             "temperature": params.temperature,
             "text": {"format": (request.text and request.text.format) or {"type": "text"}},
             "tool_choice": request.tool_choice or "auto",
-            "tools": request.tools or [],
+            "tools": [tool for tool in request.tools or () if not is_left_out(tool)],
             "top_logprobs": 0,
             "top_p": params.top_p,
             "truncation": "disabled",

@@ -7,6 +7,9 @@
 | `function_call`              | a call of the assistant's message before it                                       |
 | `function_call_output`       | a tool's message                                                                  |
 
+Of tools, the model gets the functions. `web_search` is left out of them and of the answer's `tools`: agents list it
+whatever the server, and nothing here searches. Any other kind is refused by name, as is a choice of `web_search`.
+
 Answers are not kept here, so that what refers to them is refused by name. A thought goes back to the model from
 `content`; clients that only pass on `encrypted_content` get the thought in it, encoded and not secret, where they ask
 for it by `include`. Thoughts that another server has encrypted cannot be read, and are left out.
@@ -28,6 +31,7 @@ from deltaserve.server.turns import Turns, chat_request, function, joined, text_
 
 ENCRYPTED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
+LEFT_OUT = ("web_search", "web_search_preview")
 PACKED = "deltaserve:"
 TEXT_PARTS = ("input_text", "output_text", "text")
 ROLES = ("system", "developer", "user", "assistant")
@@ -97,7 +101,7 @@ def to_chat(request: ResponsesRequest) -> ChatRequest:
     values = {
         "messages": _messages(request),
         "max_tokens": budget,
-        "tools": [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools or ())] or None,
+        "tools": _tools(request.tools or ()) or None,
         "tool_choice": _tool_choice(request.tool_choice),
         "parallel_tool_calls": request.parallel_tool_calls,
         "reasoning_effort": request.reasoning.effort if request.reasoning else None,
@@ -209,6 +213,15 @@ def _part(part: Mapping[str, Any], path: str) -> str:
 
 def _thought(part: Mapping[str, Any], path: str) -> str:
     return text_at(part, "text", path)
+
+
+def _tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    offered = ((tool, f"tools[{index}]") for index, tool in enumerate(tools) if not is_left_out(tool))
+    return [_tool(tool, path) for tool, path in offered]
+
+
+def is_left_out(tool: Mapping[str, Any]) -> bool:
+    return tool.get("type") in LEFT_OUT
 
 
 def _tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:

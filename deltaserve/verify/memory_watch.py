@@ -1,4 +1,4 @@
-"""The least memory that was free while something ran."""
+"""The least memory that was free while something ran: the host's, or the GPU's where this process uses one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import threading
 from types import TracebackType
 from typing import Self
 
+import torch
+
 from deltaserve.engine.machine import available_memory_bytes
+from deltaserve.runner.device import free_bytes
 
 PERIOD_S = 0.1
 
@@ -15,7 +18,7 @@ class MemoryWatch:
     """Looks at the free memory ten times a second, from a thread, while its `with` block lasts."""
 
     def __init__(self) -> None:
-        self.least_bytes = available_memory_bytes()
+        self.least_bytes = _available_bytes()
         self.num_looks = 0
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -32,5 +35,12 @@ class MemoryWatch:
 
     def _watch(self) -> None:
         while not self._is_over.wait(PERIOD_S):
-            self.least_bytes = min(self.least_bytes, available_memory_bytes())
+            self.least_bytes = min(self.least_bytes, _available_bytes())
             self.num_looks += 1
+
+
+def _available_bytes() -> int:
+    host_bytes = available_memory_bytes()
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return host_bytes
+    return min(host_bytes, free_bytes(torch.device("cuda", 0)))

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from deltaserve.core.errors import ContextLengthError, RequestError
-from deltaserve.core.types import SamplingParams
+from deltaserve.core.types import GrammarRule, SamplingParams, Thinking
 from deltaserve.engine.admission import Limits, admit
 
 LIMITS = Limits(max_model_len=100, vocab_size=50)
@@ -50,6 +50,16 @@ PROMPT = (1, 2, 3)
         (SamplingParams(stop_token_ids=(-1,)), "stop_token_ids"),
         (SamplingParams(logit_bias={50: 1.0}), "logit_bias"),
         (SamplingParams(logit_bias={3: math.nan}), "logit_bias"),
+        (SamplingParams(allowed_token_ids=(3, 50)), "allowed_token_ids"),
+        (SamplingParams(bad_words=((1,), ())), "bad_words"),
+        (SamplingParams(bad_words=((1, 50),)), "bad_words"),
+        (SamplingParams(bad_words=((1,),) * 3000), "bad_words"),
+        (SamplingParams(thinking=Thinking(50)), "thinking"),
+        (SamplingParams(thinking=Thinking(3, -1)), "thinking"),
+        (SamplingParams(thinking=Thinking(3, budget=-1)), "thinking_token_budget"),
+        (SamplingParams(grammar=GrammarRule("", (50,))), "grammar"),
+        (SamplingParams(grammar=GrammarRule(""), min_tokens=1), "min_tokens"),
+        (SamplingParams(grammar=GrammarRule(""), ignore_eos=True), "ignore_eos"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(params: SamplingParams, field: str) -> None:

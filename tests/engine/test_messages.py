@@ -12,8 +12,10 @@ from deltaserve.core.types import (
     CacheNote,
     CacheRecord,
     FinishReason,
+    GrammarRule,
     RequestOptions,
     SamplingParams,
+    Thinking,
     TokenChunk,
     TokenLogprob,
 )
@@ -22,7 +24,17 @@ from deltaserve.engine.info import EngineInfo, EngineStats, RequestRecord
 from deltaserve.scheduler.speculation import DraftCounts
 
 PARAMS = SamplingParams(
-    max_tokens=3, seed=-5, logit_bias={7: -1.5}, stop=("a", "é"), stop_token_ids=(1,), logprobs=0, temperature=0
+    max_tokens=3,
+    seed=-5,
+    logit_bias={7: -1.5},
+    stop=("a", "é"),
+    stop_token_ids=(1,),
+    logprobs=0,
+    temperature=0,
+    bad_words=((1, 2), (3,)),
+    allowed_token_ids=(4, 5),
+    thinking=Thinking(7, 6, is_open=False, budget=9),
+    grammar=GrammarRule('{"grammars": []}', (8,)),
 )
 EVENTS = (
     BlocksStored(1, None, (b"a" * 16, b"b" * 16), tuple(range(128))),

@@ -336,6 +336,12 @@ def test_wrong_requests_name_the_field(http: Http, engine: FakeClient, fields: d
     assert not engine.requests
 
 
+def test_other_methods_and_paths(http: Http) -> None:
+    for response, status in ((http.get(MESSAGES), 405), (http.get(f"{MESSAGES}/batches"), 404)):
+        assert response.status_code == status
+        assert response.json()["type"] == "error"
+
+
 def test_counting_checks_the_same(http: Http) -> None:
     check(http, {"messages": []}, 400, ERROR, "messages", COUNT)
     check(http, {"messages": [USER], "tools": [{"name": "f"}]}, 400, ERROR, "tools[0].input_schema", COUNT)

@@ -19,6 +19,7 @@ def test_models_lists_every_name(http: Http) -> None:
     assert answer["object"] == "list"
     assert [card["id"] for card in answer["data"]] == ["tiny", "tiny-alias"]
     card = http.get("/v1/models/tiny-alias").json()
+    assert card["block_size"] == 64
     assert card == answer["data"][1]
     assert (card["object"], card["max_model_len"], card["root"]) == ("model", 512, "/models/tiny")
 

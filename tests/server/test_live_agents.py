@@ -70,7 +70,7 @@ class ChatAgent(Agent):
         common: Any = {"model": "tiny", "tools": TOOLS, "temperature": 0, "max_tokens": MAX_TOKENS, "extra_body": extra}
         with openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0) as client:
             if self.stream:
-                usage = {"include_usage": True}
+                usage: Any = {"include_usage": True}
                 with client.chat.completions.stream(messages=self.history, stream_options=usage, **common) as stream:
                     answer: Any = stream.get_final_completion()
             else:

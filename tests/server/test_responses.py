@@ -273,7 +273,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 3}, "temperature"),
     ({"top_p": 0}, "top_p"),
     ({"metadata": {"a": 1}}, "metadata"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "file_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "web_search"}, {"type": ["function"]}]}, "tools[1].type"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
     ({"tools": [{"type": "custom", "name": "patch"}]}, "tools[0].type"),
     ({"tools": [{"type": "function"}]}, "tools[0].name"),
     (with_tool(name=" "), "tools[0].name"),
@@ -326,6 +329,14 @@ def test_wrong_requests_name_the_field(http: Http, engine: FakeClient, fields: d
 )
 def test_what_agents_send_without_meaning_much(http: Http, fields: dict[str, Any]) -> None:
     assert ask(http, RESPONSES, {"input": "Hello", **fields})["status"] == "completed"
+
+
+def test_what_is_left_out_is_not_said_to_be_there(http: Http, engine: FakeClient) -> None:
+    tools = [{"type": "web_search", "external_web_access": False}, *RESPONSES_TOOLS]
+    answer = ask(http, RESPONSES, {"input": "Hello", "tools": tools, **OFF})
+    ask(http, RESPONSES, {"input": "Hello", "tools": RESPONSES_TOOLS, **OFF})
+    assert answer["tools"] == RESPONSES_TOOLS
+    assert engine.requests[0] == engine.requests[1]
 
 
 def test_refusals_name_the_remedy(http: Http) -> None:
