@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 
 from deltaserve.cache.layout import PoolSizes, fit_model_len, plan_pools
 from deltaserve.cache.manager import CacheManager
@@ -69,6 +70,8 @@ def build_engine(
         team = Team(config, sizes, directory, on_rank_failure)
         timeline.mark("ranks")
     grammars = read_grammars(config.model, model_config.vocab_size)
+    if grammars is not None:
+        Thread(target=grammars.prepare, name="grammars", daemon=True).start()  # while the weights are read
     try:
         runner, notes = _load(config, model_config, sizes, team, timeline, progress, grammars)
     except BaseException:

@@ -80,12 +80,8 @@ def read_chat_markers(directory: Path | str) -> ChatMarkers | None:
     return ChatMarkers.from_encode(Tokenizer(directory).encode)
 
 
-def grammars_of(tokenizer: Tokenizer, vocab_size: int) -> Grammars:
-    """Grammars over the `vocab_size` ids that the model has a row for; the table is made when the first is used."""
-
-    def vocabulary() -> Vocabulary:
-        tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
-        return Vocabulary(tokens, tokenizer.added_ids, tokenizer.eos_ids)
+def grammar_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
+    """What grammars must know of `vocab_size` ids, as many as the model has rows."""
 
     def encode(text: str) -> list[int]:
         """Without the tokens that are no text, though their marks stand in it."""
@@ -94,14 +90,15 @@ def grammars_of(tokenizer: Tokenizer, vocab_size: int) -> Grammars:
             return ids
         return [token_id for character in text for token_id in tokenizer.encode(character)]
 
-    return Grammars(vocabulary, encode)
+    tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
+    return Vocabulary(tokens, tokenizer.added_ids, tokenizer.eos_ids, encode)
 
 
 def read_grammars(directory: Path | str, vocab_size: int) -> Grammars | None:
-    """Grammars over a checkpoint's tokenizer; None if it has none."""
+    """Grammars over a checkpoint's tokenizer, which is read when it is needed; None if there is none."""
     if not (Path(directory) / "tokenizer.json").is_file():
         return None
-    return grammars_of(Tokenizer(directory), vocab_size)
+    return Grammars(lambda: grammar_vocabulary(Tokenizer(directory), vocab_size))
 
 
 def read_eos_ids(directory: Path | str) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """The grammar library, llguidance, behind two classes; nothing else imports it.
 
     text = json_schema_text(schema)              a grammar, as one string; also regex, choices, Lark or GBNF
-    grammars = Grammars(vocabulary, encode)      over one tokenizer
+    grammars = Grammars(load_vocabulary)         over one tokenizer
     matcher = grammars.matcher(text)             where one answer stands; GrammarError if the text is of no use
 
 Compiled grammars are kept by their text, the latest `MAX_COMPILED` of them, those that failed too. What one costs is
@@ -11,6 +11,9 @@ tried out for two tokens when it is compiled; one that explodes only later leave
 request and no other.
 
 JSON may hold one space, or one line break and an indentation, between its parts: a model cannot idle there.
+The library's table of a vocabulary of 248,000 tokens takes it a second, with the interpreter locked, and 120 MB. Call
+`prepare` in a thread while nothing is served yet; else the first grammar pays.
+
 Tokens that the tokenizer added to its byte-level vocabulary (`<think>`, `<|im_end|>`) never count as their text.
 """
 
@@ -19,6 +22,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -47,12 +51,13 @@ class GrammarError(ValueError):
 class Vocabulary:
     """`tokens` has the bytes of each id, none for an id without a token; `added_ids` are those that are no text.
 
-    `eos_ids` end an answer.
+    `eos_ids` end an answer. `encode` gives the ids of a text, without added ones.
     """
 
     tokens: Sequence[bytes]
     added_ids: frozenset[int]
     eos_ids: tuple[int, ...]
+    encode: Callable[[str], Sequence[int]]
 
 
 def json_schema_text(schema: Mapping[str, Any], *, has_blanks: bool = True, blank_pattern: str | None = None) -> str:
@@ -117,14 +122,18 @@ class Matcher:
 
 @dataclass(slots=True)
 class Grammars:
-    """Compiled grammars over one tokenizer. `encode` gives the ids of a text. Threads may share it."""
+    """Compiled grammars over one vocabulary, which is loaded when it is first needed. Threads may share it."""
 
-    vocabulary: Callable[[], Vocabulary]
-    encode: Callable[[str], Sequence[int]]
+    load: Callable[[], Vocabulary]
     _lock: Lock = field(default_factory=Lock)
     _tokenizer: LLTokenizer | None = None
     _newline_ids: tuple[int, ...] = ()
     _compiled: OrderedDict[str, LLMatcher | GrammarError] = field(default_factory=OrderedDict)
+
+    def prepare(self) -> None:
+        """Make the table now. A vocabulary that cannot have one is no error before somebody asks for a grammar."""
+        with self._lock, suppress(GrammarError):
+            self._table()
 
     def check(self, text: str) -> None:
         """Raises GrammarError if `text` is of no use. Compiles it, so that `matcher` is quick."""
@@ -154,33 +163,35 @@ class Grammars:
 
     def _compile(self, text: str) -> LLMatcher:
         _check_size(text)
-        if self._tokenizer is None:
-            self._tokenizer = self._make_tokenizer()
-        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=_limits())
+        matcher = LLMatcher(self._table(), text, log_level=0, limits=_limits())
         if not matcher.is_error():
             _try_out(matcher.deep_copy())
         if matcher.is_error():
             raise GrammarError(_shortened(matcher.get_error()))
         return matcher
 
-    def _make_tokenizer(self) -> LLTokenizer:
-        vocabulary = self.vocabulary()
+    def _table(self) -> LLTokenizer:
+        if self._tokenizer is not None:
+            return self._tokenizer
+        vocabulary = self.load()
         if not vocabulary.eos_ids:
             raise GrammarError("this checkpoint names no end-of-sequence token, so no answer could end")
         self._newline_ids = tuple(i for i, token in enumerate(vocabulary.tokens) if token in _NEWLINES)
-        source = TokenizerWrapper(_Source(vocabulary, self.encode))
-        return LLTokenizer(source, n_vocab=len(vocabulary.tokens), eos_token=list(vocabulary.eos_ids))
+        source = TokenizerWrapper(_Source(vocabulary))
+        num_tokens = len(vocabulary.tokens)
+        self._tokenizer = LLTokenizer(source, n_vocab=num_tokens, eos_token=list(vocabulary.eos_ids))
+        return self._tokenizer
 
 
 class _Source:
     """A vocabulary as the library asks for it."""
 
-    def __init__(self, vocabulary: Vocabulary, encode: Callable[[str], Sequence[int]]) -> None:
+    def __init__(self, vocabulary: Vocabulary) -> None:
         self.eos_token_id = vocabulary.eos_ids[0]
         self.bos_token_id = None
         self.tokens = list(vocabulary.tokens)
         self.special_token_ids = sorted(vocabulary.added_ids)
-        self._encode = encode
+        self._encode = vocabulary.encode
 
     def __call__(self, text: str | bytes) -> list[int]:
         return list(self._encode(text.decode() if isinstance(text, bytes) else text))

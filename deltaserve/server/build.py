@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Thread
 
 from fastapi import FastAPI
 
 from deltaserve.core.version import VERSION
 from deltaserve.engine.client import Client
-from deltaserve.engine.tokenizer import Tokenizer, grammars_of
+from deltaserve.engine.tokenizer import Tokenizer, grammar_vocabulary
+from deltaserve.grammar.compiler import Grammars
 from deltaserve.server.app import create_app
 from deltaserve.server.checkpoint import Checkpoint
 from deltaserve.server.metrics import Metrics
@@ -31,6 +33,7 @@ class Edge:
     formats: Formats
     defaults: dict[str, float]
     max_logprobs: int
+    grammars: Grammars
     api_keys: tuple[str, ...] = field(default=(), repr=False)
 
     @classmethod
@@ -38,14 +41,18 @@ class Edge:
         override = None if settings.chat_template is None else Path(settings.chat_template)
         template = ChatTemplate.from_directory(checkpoint.directory, override)
         source = "" if template is None else template.source
+        tokenizer = Tokenizer(checkpoint.directory)
+        grammars = Grammars(lambda: grammar_vocabulary(tokenizer, tokenizer.vocab_size))
+        Thread(target=grammars.prepare, name="grammars", daemon=True).start()  # while the engine loads
         return cls(
             names=settings.served_model_name or (checkpoint.name,),
             root=checkpoint.directory,
-            tokenizer=Tokenizer(checkpoint.directory),
+            tokenizer=tokenizer,
             template=template,
             formats=Formats.choose(settings.tool_call_parser, settings.reasoning_parser, source),
             defaults=load_defaults(settings.generation_config, checkpoint.directory),
             max_logprobs=settings.max_logprobs,
+            grammars=grammars,
             api_keys=settings.api_key,
         )
 
@@ -63,6 +70,6 @@ class Edge:
             metrics=Metrics(self.names[0], client.info.synthetic_acceptance),
             api_keys=self.api_keys,
             synthetic_acceptance=client.info.synthetic_acceptance,
-            grammars=grammars_of(self.tokenizer, client.info.vocab_size),
+            grammars=self.grammars,
         )
         return create_app(served)

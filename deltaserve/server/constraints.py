@@ -147,7 +147,10 @@ def _schema(given: str | dict[str, Any]) -> dict[str, Any]:
 
 
 async def _compiled(served: Served, source: _Source) -> str:
-    """The grammar's text, tried out in a thread; the engine compiles it again, on its side."""
+    """The grammar's text, tried out; the engine compiles it again, on its side.
+
+    One thread does all of it, so that costly ones wait for each other and not for the threads that tokenise.
+    """
     grammars = served.grammars
     if grammars is None:
         raise NotOfferedError(f"{source.field} is not offered by this server", source.field)
@@ -158,7 +161,7 @@ async def _compiled(served: Served, source: _Source) -> str:
         return text
 
     try:
-        return await asyncio.to_thread(compiled)
+        return await asyncio.get_running_loop().run_in_executor(served.grammar_thread, compiled)
     except GrammarError as error:
         raise RequestError(f"{source.field} cannot be used: {error}", source.field) from None
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,7 @@ class Served:
     metrics: Metrics
     synthetic_acceptance: float | None = None
     grammars: Grammars | None = None
+    grammar_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "grammar"))
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     created_s: int = field(default_factory=lambda: int(time.time()))
 

@@ -11,7 +11,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-from deltaserve.engine.tokenizer import Tokenizer, grammars_of
+from deltaserve.engine.tokenizer import Tokenizer, grammar_vocabulary
 from deltaserve.grammar import compiler
 from deltaserve.grammar.compiler import (
     GrammarError,
@@ -40,7 +40,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def grammars(tokenizer: Tokenizer) -> Grammars:
-    return grammars_of(tokenizer, VOCAB_SIZE)
+    return Grammars(lambda: grammar_vocabulary(tokenizer, VOCAB_SIZE))
 
 
 @pytest.mark.parametrize("name", GOLDENS)
@@ -177,7 +177,7 @@ def test_matchers_of_one_grammar_are_apart(grammars: Grammars, tokenizer: Tokeni
 
 def test_grammars_are_compiled_once_and_the_oldest_go(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "MAX_COMPILED", 2)
-    grammars, compiled = grammars_of(tokenizer, VOCAB_SIZE), []
+    grammars, compiled = Grammars(lambda: grammar_vocabulary(tokenizer, VOCAB_SIZE)), []
     compile_one = grammars._compile
     monkeypatch.setattr(Grammars, "_compile", lambda self, text: compiled.append(text) or compile_one(text))
     a, b, c = regex_text("a"), regex_text("b"), regex_text("(")
@@ -190,6 +190,7 @@ def test_grammars_are_compiled_once_and_the_oldest_go(tokenizer: Tokenizer, monk
 
 
 def test_without_an_end_of_sequence_there_are_no_grammars(tokenizer: Tokenizer) -> None:
-    grammars = Grammars(lambda: Vocabulary([b"a", b"b"], frozenset(), ()), tokenizer.encode)
+    grammars = Grammars(lambda: Vocabulary([b"a", b"b"], frozenset(), (), tokenizer.encode))
+    grammars.prepare()
     with pytest.raises(GrammarError, match="end-of-sequence"):
         grammars.check(regex_text("a"))

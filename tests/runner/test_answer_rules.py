@@ -12,7 +12,7 @@ import pytest
 
 from deltaserve.core.plan import Admission
 from deltaserve.core.types import GrammarRule, SamplingParams, Thinking
-from deltaserve.engine.tokenizer import Tokenizer, grammars_of
+from deltaserve.engine.tokenizer import Tokenizer, grammar_vocabulary
 from deltaserve.grammar.compiler import Grammars, choice_text, json_schema_text
 from deltaserve.runner.processors import Processor, make_processors
 
@@ -33,7 +33,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def grammars(tokenizer: Tokenizer) -> Grammars:
-    return grammars_of(tokenizer, VOCAB)
+    return Grammars(lambda: grammar_vocabulary(tokenizer, VOCAB))
 
 
 def mark(tokenizer: Tokenizer, text: str) -> int:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from deltaserve.engine.tokenizer import Tokenizer, grammars_of
+from deltaserve.engine.tokenizer import Tokenizer, grammar_vocabulary
+from deltaserve.grammar.compiler import Grammars
 from deltaserve.server.app import create_app
 from deltaserve.server.metrics import Metrics
 from deltaserve.server.parsers.formats import Formats
@@ -48,7 +49,7 @@ def served(engine: FakeClient, tokenizer: Tokenizer, template: ChatTemplate) -> 
         defaults={"temperature": 0.7, "top_k": 20, "top_p": 0.95},
         limits=Limits(MAX_MODEL_LEN, VOCAB_SIZE, max_logprobs=20),
         metrics=Metrics("tiny"),
-        grammars=grammars_of(tokenizer, VOCAB_SIZE),
+        grammars=Grammars(lambda: grammar_vocabulary(tokenizer, VOCAB_SIZE)),
     )
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltaserve.server.blocks import Block, Blocks, Step
+from deltaserve.core.types import FinishReason
+from deltaserve.server.blocks import Block, Blocks, Ending, Step
+from deltaserve.server.errors import GenerationError
 from deltaserve.server.parsers.sink import Kind, Part
 
 Row = list[tuple[Kind, str]]
@@ -68,3 +71,13 @@ def test_a_block_is_empty_when_it_opens_and_only_the_last_is_cut() -> None:
     list(blocks.finish(is_cut=True))
     assert [block.is_cut for block in blocks.all] == [False, True]
     assert not list(blocks.finish())
+
+
+def test_what_an_answer_ended_by() -> None:
+    blocks = Blocks()
+    assert Ending.of(FinishReason.STOP, "END", blocks) == Ending(is_cut=False, stop="END", has_calls=False)
+    list(blocks.feed((Part(Kind.CALL, "f", 0, "c1"),)))
+    assert Ending.of(FinishReason.STOP, 7, blocks) == Ending(is_cut=False, stop=None, has_calls=True)
+    assert Ending.of(FinishReason.LENGTH, None, blocks).is_cut
+    with pytest.raises(GenerationError, match="send the request again"):
+        Ending.of(FinishReason.ABORT, None, blocks)

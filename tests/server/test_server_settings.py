@@ -78,6 +78,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 ARRIVALS: list[tuple[str, Any, str, Any]] = [
     ("max_model_len", "2k", "max_model_len", 2000),
     ("dtype", "float32", "dtype", "float32"),
+    ("device", "cpu", "device", "cpu"),
     ("load_format", "dummy", "load_format", "dummy"),
     ("seed", 5, "seed", 5),
     ("tensor_parallel_size", 2, "tensor_parallel_size", 2),
