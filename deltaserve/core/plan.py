@@ -139,7 +139,7 @@ class StepPlan:
         return sum(len(row.token_ids) for row in self.rows)
 
     def encode(self) -> npt.NDArray[np.int32]:
-        """[n] int32: step id, op count and row count; four numbers an op; for each row ten, three counts, their contents.
+        """[n] int32: step id, op and row counts; four numbers an op; for each row ten, three counts and their contents.
 
         Of ids that grow for as long as the engine lives the lowest 31 bits: they only name things.
         """

@@ -37,7 +37,7 @@ class Request:
     params: SamplingParams
     stop_ids: frozenset[int] = frozenset()
     arrival_s: float = 0.0
-    options: RequestOptions = RequestOptions()
+    options: RequestOptions = RequestOptions()  # noqa: RUF009 frozen
     status: RequestStatus = RequestStatus.WAITING
     output_ids: list[int] = field(default_factory=list)
     num_computed: int = 0

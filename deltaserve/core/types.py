@@ -142,8 +142,8 @@ class TokenChunk:
 
     `stop_token_id` is the id that ended it, if one did. `logprobs` is parallel to `token_ids` where asked for.
     `prompt_logprobs` comes once, in the first chunk, with None for position 0. `num_cached` counts prompt tokens
-    that were not computed because a prefix hit held them; `cache` says more, once, in the first chunk. `error` is a sentence for the client when
-    `finish_reason` is ERROR.
+    that were not computed because a prefix hit held them; `cache` says more, once, in the first chunk. `error` is a
+    sentence for the client when `finish_reason` is ERROR.
     """
 
     request_id: int

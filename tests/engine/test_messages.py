@@ -71,7 +71,9 @@ def test_to_the_engine(message: messages.ToEngine) -> None:
         messages.Chunks([CHUNK, TokenChunk(2)]),
         messages.Rejected(1, "RequestError", "no", "prompt"),
         messages.Stats(
-            EngineStats(*range(1, 14), 0.5, *range(7, 13), 0.25, 0.5, CacheStats(5), DraftCounts(4, 12, 7, [4, 4], [4, 3]))
+            EngineStats(
+                *range(1, 14), 0.5, *range(7, 13), 0.25, 0.5, CacheStats(5), DraftCounts(4, 12, 7, [4, 4], [4, 3])
+            )
         ),
         messages.Records([RequestRecord(3, RECORD)]),
         messages.Events.of(EVENTS),
