@@ -3,7 +3,8 @@
     python -m deltaserve.bench.gpu [--shape NAME] [--output FILE.json]
 
 The engine runs in this process as it does behind a server, without graphs. A decode figure is the median step of
-requests that are all past their prompts, the copy of tokens to the host included; a prefill figure is one prompt alone,
+requests that are all past their prompts, the copy of tokens to the host included, so that a kernel compiled on the way
+does not show; a prefill figure is one prompt alone,
 from submitting it to its first token. Kernel times are torch's, over a few steps that are not among those timed. With
 drafts their number is what a schedule accepts, since random weights agree on nothing.
 """
@@ -81,6 +82,7 @@ class Bench:
                 max_model_len=max(PREFILLS) + ROOM, max_num_seqs=32, max_num_batched_tokens=8192,
                 long_prefill_share=1.0, memory_utilization=0.9, **drafts,
             )  # fmt: skip
+        torch.cuda.synchronize()
         self.console.print(f"engine ready in {time.perf_counter() - started_s:.1f} s; {self._engine.info.pools}")
 
     def close(self) -> None:
@@ -116,8 +118,9 @@ class Bench:
             self.record("prefill.tok_s", tok_s, "tok/s", f"{case.in_flight} prompts of {case.context}")
         self._steps(3)
         times, num_tokens = self._timed_steps()
-        self.record("decode.ms_per_step", 1e3 * statistics.median(times), "ms", what)
-        self.record("decode.tok_s", num_tokens / sum(times), "tok/s", what)
+        step_s = statistics.median(times)
+        self.record("decode.ms_per_step", 1e3 * step_s, "ms", what)
+        self.record("decode.tok_s", num_tokens / NUM_TIMED / step_s, "tok/s", what)
         self._watch_host(what)
         if case.is_profiled:
             self._profile(what)

@@ -31,10 +31,12 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
+from deltaserve.grammar.limits import MAX_JOINED, grammar_joins_too_many, joins_too_many
+
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-MAX_TEXT_CHARS = 1 << 17
+MAX_TEXT_CHARS = 1 << 16
 MAX_COMPILED = 64
 BLANK = r" |\r?\n[ \t]{0,40}"  # between the parts of JSON
 MAX_ERROR_CHARS = 300
@@ -66,7 +68,11 @@ def json_schema_text(schema: Mapping[str, Any], *, has_blanks: bool = True, blan
     if has_blanks:
         options["whitespace_pattern"] = blank_pattern or BLANK
     try:
+        if joins_too_many(schema):
+            raise GrammarError(f"more than {MAX_JOINED} patterns may meet in one value, or a multipleOf is too large")
         return _checked(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
+    except GrammarError:
+        raise
     except (ValueError, RecursionError) as error:
         raise GrammarError(_shortened(str(error))) from None
 
@@ -84,6 +90,10 @@ def choice_text(choices: Sequence[str]) -> str:
 def lark_text(grammar: str) -> str:
     """A context-free grammar in Lark's notation with a rule `start`, or in GBNF with a rule `root`."""
     _check_size(grammar)
+    if grammar_joins_too_many(grammar):
+        raise GrammarError(f"it has more than {MAX_JOINED} intersections (&)")
+    if "%json" in grammar:
+        raise GrammarError("%json is not taken inside a grammar; ask for the schema itself")
     try:
         return _checked(grammar_from("grammar", grammar))
     except (ValueError, RecursionError) as error:

@@ -117,7 +117,7 @@ class Grammar:
         if phase in self._others:
             mask_V = self._matcher.mask()
             mask_V[self._others[phase]] = True
-            logits_V[~mask_V] = -np.inf
+            np.putmask(logits_V, ~mask_V, -np.inf)
         elif phase is _Phase.THINKING:
             logits_V[self._eos_ids] = -np.inf
 

@@ -84,7 +84,7 @@ class AllowedTokens:
         self._is_forbidden_V[list(token_ids)] = False
 
     def apply(self, logits_V: Values) -> None:
-        logits_V[self._is_forbidden_V] = -np.inf
+        np.putmask(logits_V, self._is_forbidden_V, -np.inf)
 
     def accept(self, token_id: int) -> None:
         pass

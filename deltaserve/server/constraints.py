@@ -35,7 +35,8 @@ from deltaserve.server.served import Served
 from deltaserve.server.tool_choice import ToolPlan
 
 MAX_BAD_WORDS = 1024
-MAX_CHOICES = 4096
+MAX_CHOICES = 1024
+MAX_COMPILE_S = 10.0  # of waiting; what costs more is refused by its size, so this is for what nobody foresaw
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 ANY_OBJECT = {"type": "object"}
 
@@ -161,7 +162,10 @@ async def _compiled(served: Served, source: _Source) -> str:
         return text
 
     try:
-        return await asyncio.get_running_loop().run_in_executor(served.grammar_thread, compiled)
+        work = asyncio.get_running_loop().run_in_executor(served.grammar_thread, compiled)
+        return await asyncio.wait_for(work, MAX_COMPILE_S)
+    except TimeoutError:
+        raise RequestError(f"{source.field} takes more than {MAX_COMPILE_S:g} s to compile", source.field) from None
     except GrammarError as error:
         raise RequestError(f"{source.field} cannot be used: {error}", source.field) from None
 

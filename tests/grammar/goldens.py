@@ -141,6 +141,24 @@ GOLDENS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         [{"a": "1"}, {"a": None}],
     ),
     "all_of": ({"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 9}]}, [3, 9], [2, 10, "5"]),
+    "union": (
+        {
+            "$defs": {
+                name: {
+                    "type": "object",
+                    "properties": {"kind": {"const": name}, field: {"type": "integer"}},
+                    "required": ["kind", field],
+                    "additionalProperties": False,
+                }
+                for name, field in (("cat", "lives"), ("dog", "bones"))
+            },
+            "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}],
+            "discriminator": {"propertyName": "kind"},
+        },
+        [{"kind": "cat", "lives": 9}, {"kind": "dog", "bones": 0}],
+        [{"kind": "cat", "bones": 9}, {"kind": "cow"}],
+    ),
+    "multiple": ({"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 100}, [0, 7, 98], [1, 105]),
     "annotated": (
         {
             "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -163,10 +181,22 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"not": {"type": "string"}}, "not"),
     ({"$ref": "#/$defs/absent"}, "absent"),
     ({"$ref": "http://localhost/schema.json"}, "localhost"),
+    ({"$defs": {"a": {"$anchor": "q"}}, "$ref": "#q"}, "#q"),
     ({"type": "string", "format": "no-such-format"}, "no-such-format"),
     ({"type": "string", "pattern": "("}, "regex"),
     ({"type": "string", "pattern": "^(a{1000}){1000}$"}, "complex"),
     ({"type": "object", "properties": {"a": False}, "required": ["a"]}, "nsatisfiable"),
     ({"type": "integer", "minimum": 5, "maximum": 4}, "nsatisfiable"),
     ({"enum": ["x" * 200_000]}, "characters"),
+    ({"type": "integer", "multipleOf": 9_999_991}, "multipleOf"),
+    ({"type": "number", "multipleOf": 0.12345}, "multipleOf"),
+    ({"allOf": [{"type": "string", "pattern": f"a{n}.*b"} for n in range(40)]}, "may meet"),
+    (
+        {
+            "$defs": {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}, {"pattern": f"{n}.*b"}]} for n in range(9)},
+            "type": "object",
+            "properties": {"a": {"$ref": "#/$defs/d0"}},
+        },
+        "may meet",
+    ),
 ]

@@ -86,6 +86,8 @@ def test_schemas_that_are_refused(grammars: Grammars, schema: dict[str, Any], wo
         lambda: lark_text("start: " + "(" * 20_000 + '"a"' + ")" * 20_000),
         lambda: lark_text("root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000),
         lambda: lark_text('start: "a"' + " " * 200_000),
+        lambda: lark_text("start: A\nA: " + " & ".join(f"/.*{letter}.*/" for letter in "abcdefghijkl")),
+        lambda: lark_text('start: %json {"type": "object"}'),
         lambda: choice_text(["\ud800"]),
     ],
 )

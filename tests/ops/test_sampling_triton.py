@@ -48,6 +48,7 @@ def test_greedy_with_ties_and_nan(vocab: int) -> None:
     ids, peaks = sampling.greedy(move(logits))
     np.testing.assert_array_equal(ids, expected_ids)
     np.testing.assert_array_equal(peaks, expected_peaks)
+    np.testing.assert_array_equal(sampling.greedy_ids(move(logits)).cpu().numpy(), expected_ids)
 
 
 @pytest.mark.parametrize("vocab", VOCABS)

@@ -17,6 +17,7 @@ from deltaserve.core.types import SamplingParams
 from deltaserve.model.config import ModelConfig
 from deltaserve.model.qwen3_5 import Qwen3_5
 from deltaserve.runner.build import cache_spec, load_runner
+from deltaserve.runner.device import compute_dtype, device_of, workspace_bytes
 from deltaserve.runner.runner import ModelRunner
 
 
@@ -96,3 +97,35 @@ def test_progress_ends_with_every_byte(sample_checkpoint: Path) -> None:
     told: list[tuple[int, int]] = []
     load_runner(config, model_config, sizes, progress=lambda done, total: told.append((done, total)))
     assert told == sorted(told) and told[-1][0] == told[-1][1] > 0
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_auto_takes_a_gpu_where_there_is_one_rank_and_computes_in_bfloat16(
+    dtype: str, sample_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(config_of(sample_checkpoint), dtype=dtype)
+    assert device_of(config).type == "cpu" or torch.cuda.is_available()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert device_of(config).type == "cuda"
+    assert compute_dtype(config) == ("bfloat16" if dtype == "auto" else dtype)
+    assert device_of(replace(config, device="cpu")).type == "cpu"
+    assert device_of(replace(config, tensor_parallel_size=2)).type == "cpu"
+
+
+def test_a_gpu_that_cannot_be_used_is_refused_with_the_remedy(
+    sample_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(config_of(sample_checkpoint), device="cuda")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match="--device cpu"):
+        device_of(config)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 2"):
+        device_of(replace(config, tensor_parallel_size=2))
+
+
+def test_the_workspace_grows_with_the_tokens_and_the_logits_of_a_step(sample_checkpoint: Path) -> None:
+    model = ModelConfig.from_directory(sample_checkpoint)
+    base = workspace_bytes(model, SchedulerConfig(32, 2048), 0, 2)
+    assert workspace_bytes(model, SchedulerConfig(32, 8192), 0, 2) > base
+    assert workspace_bytes(model, SchedulerConfig(32, 2048), 3, 2) == base + 2 * 4 * 32 * 3 * model.vocab_size

@@ -289,3 +289,17 @@ def test_a_row_of_a_request_that_was_never_admitted_is_our_own_mistake() -> None
     sampler.retire([0])
     with pytest.raises(AssertionError):
         step(sampler, [Client(1, GREEDY)])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_split_by_where_their_logits_are_needed_give_what_they_give_together(seed: int) -> None:
+    """As on a GPU, where rows with processors or logprobs go through the host. Some carry drafts."""
+    rng = random.Random(seed)
+    clients = [Client(n, random_params(rng), row=n, drafts=(1, 2)[: rng.randrange(3)]) for n in range(8)]
+    rows, logits_NV = [client.plan_row() for client in clients], torch.cat([client.logits() for client in clients])
+    together, split = Sampler(8, VOCAB), Sampler(8, VOCAB)
+    for client in clients:
+        together.admit(client.admission())
+        split.admit(client.admission())
+    expected = together.sample(rows, logits_NV.clone())
+    assert split._sample_on_device(split._spans(rows), logits_NV.clone()) == expected

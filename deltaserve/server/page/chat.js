@@ -2,6 +2,7 @@
 
 import { AnswerView, make } from "/page/answer.js";
 import { watchEngine } from "/page/engine.js";
+import { KeyError } from "/page/request.js";
 import { ask } from "/page/stream.js";
 
 const ENDINGS = { length: "cut at the token limit", abort: "aborted by the server" };
@@ -30,6 +31,7 @@ async function answer() {
   } catch (error) {
     if (error.name === "AbortError") view.finish(null, "stopped");
     else view.fail(error);
+    if (error instanceof KeyError) askForKey();
   }
   keep(view, conversation);
   running = null;
@@ -86,6 +88,11 @@ function toggleSettings() {
   settings.hidden = !settings.hidden;
   find("settings-button").setAttribute("aria-expanded", String(!settings.hidden));
   (settings.hidden ? input : settings.elements[0]).focus();
+}
+
+function askForKey() {
+  if (settings.hidden) toggleSettings();
+  settings.elements.api_key.focus();
 }
 
 function toggleTheme() {

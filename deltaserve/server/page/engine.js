@@ -1,5 +1,7 @@
 // A line of engine figures, from /stats every two seconds while the page is in sight.
 
+import { KeyError, request } from "/page/request.js";
+
 const EVERY_MS = 2000;
 let last = null; // output tokens and time at the last look
 
@@ -19,13 +21,13 @@ function figures(stats, nowMs) {
 
 async function look(line, model) {
   try {
-    const stats = await (await fetch("/stats")).json();
+    const stats = await (await request("/stats")).json();
     model.textContent = stats.model;
     line.classList.toggle("dead", !stats.alive);
     line.textContent = stats.alive ? figures(stats, performance.now()) : "the engine has stopped";
-  } catch {
+  } catch (error) {
     line.classList.add("dead");
-    line.textContent = "the server does not answer";
+    line.textContent = error instanceof KeyError ? error.message : "the server does not answer";
   }
 }
 

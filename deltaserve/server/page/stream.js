@@ -1,5 +1,7 @@
 // A chat request and the stream of events that answers it.
 
+import { KeyError, request } from "/page/request.js";
+
 // Yields the objects of a body of server-sent events.
 export async function* readEvents(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
@@ -19,13 +21,13 @@ export async function* readEvents(body) {
 
 // Yields chunks; throws an Error with the server's sentence, also for a failure in the middle.
 export async function* ask(body, signal) {
-  const response = await fetch("/v1/chat/completions", {
+  const response = await request("/v1/chat/completions", {
     method: "POST",
     headers: { "content-type": "application/json" },
     body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
     signal,
   }).catch((error) => {
-    if (error.name === "AbortError") throw error;
+    if (error.name === "AbortError" || error instanceof KeyError) throw error;
     throw new Error("the server does not answer");
   });
   if (!response.ok) throw new Error((await response.json()).error.message);
