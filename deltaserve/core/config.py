@@ -178,7 +178,9 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_drafts <= 7:
-            raise ConfigError(f"num_speculative_tokens must be between 0 and 7, not {self.num_drafts}")
+            raise ConfigError(
+                f"num_speculative_tokens (--speculative-config) must be between 0 and 7, not {self.num_drafts}"
+            )
         if self.synthetic_acceptance is not None and not 1 <= self.synthetic_acceptance <= 1 + self.num_drafts:
             raise ConfigError(
                 f"an acceptance of {self.synthetic_acceptance} tokens a step cannot come from {self.num_drafts} "

@@ -27,6 +27,7 @@ from deltaserve.core.config import SpeculativeConfig
 from deltaserve.core.errors import ConfigError
 
 FLAG = "--speculative-config"
+EXAMPLE = """'{"method": "mtp", "num_speculative_tokens": 3}'"""
 METHODS = ("mtp", "qwen3_next_mtp", "qwen3_5_mtp")
 STRICT, SYNTHETIC = "strict", "synthetic"
 KEYS: dict[str, tuple[type, ...]] = {
@@ -60,7 +61,7 @@ def _object(given: str | Mapping[str, Any]) -> dict[str, Any]:
     try:
         values = json.loads(given) if isinstance(given, str) else given
     except ValueError as error:
-        raise ConfigError(f"{FLAG} is not JSON: {error}") from None
+        raise ConfigError(f"{FLAG} is not JSON ({error}); write {EXAMPLE}") from None
     if not isinstance(values, Mapping):
         raise ConfigError(f"{FLAG} must be a JSON object, not {given!r:.80}")
     return dict(values)

@@ -134,6 +134,8 @@ def _read_header(file: Path) -> list[TensorInfo]:
             if not 2 <= header_bytes <= min(file_bytes - 8, _MAX_HEADER_BYTES):
                 raise CheckpointError(f"{file} ({file_bytes} bytes) has no whole safetensors header; {_FETCH}")
             header = stream.read(header_bytes)
+    except CheckpointError:
+        raise
     except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
         raise CheckpointError(f"{file} cannot be read ({error}); {_FETCH}") from None
     infos = _parse_header(file, header)

@@ -149,7 +149,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist; give a model directory in the Hub's layout") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
+        raise CheckpointError(f"{path} cannot be read as JSON ({error}); download it again") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a JSON object, not {type(content).__name__}")
     return content

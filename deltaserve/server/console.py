@@ -40,10 +40,10 @@ def print_summary(console: Console, names: tuple[str, ...], info: EngineInfo, ur
     rows = {
         "model": f"{', '.join(names)} ({info.model_type})",
         "context": f"{info.max_model_len:,} tokens",
-        "at once": f"{info.num_rows} requests, {info.num_pages:,} pages of 64 tokens, {info.num_slots} state slots",
+        "at once": f"{info.num_rows} requests, {info.num_pages:,} pages of 64 tokens, {info.num_slots:,} state slots",
         "prefix cache": _prefix_cache(info),
         "drafts": _drafts(info),
-        "machine": f"{info.num_ranks} rank(s) of {info.num_threads} thread(s)",
+        "machine": _machine(info),
         "ready": f"after {start_s:.1f} s",
         "chat": url,
         "API": f"{url}/v1, described at {url}/docs",
@@ -51,6 +51,11 @@ def print_summary(console: Console, names: tuple[str, ...], info: EngineInfo, ur
     for name, value in rows.items():
         table.add_row(name, value)
     console.print(table, highlight=False, soft_wrap=True)
+
+
+def _machine(info: EngineInfo) -> str:
+    threads = "1 thread" if info.num_threads == 1 else f"{info.num_threads} threads"
+    return threads if info.num_ranks == 1 else f"{info.num_ranks} ranks of {threads} each"
 
 
 def _prefix_cache(info: EngineInfo) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import signal
 import socket
@@ -69,7 +70,8 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"cannot listen on {host}, port {port}: {error.strerror}; choose another --port") from None
+        other = "--host" if error.errno == errno.EADDRNOTAVAIL else "--port"
+        raise ConfigError(f"cannot listen on {host}, port {port}: {error.strerror}; choose another {other}") from None
     return listener
 
 

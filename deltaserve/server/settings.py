@@ -101,7 +101,9 @@ class Settings:
         if self.max_logprobs < 0:
             raise ConfigError(f"--max-logprobs must be at least 0, not {self.max_logprobs}")
         if self.uvicorn_log_level not in LOG_LEVELS:
-            raise ConfigError(f"--uvicorn-log-level must be one of {', '.join(LOG_LEVELS)}")
+            raise ConfigError(
+                f"--uvicorn-log-level must be one of {', '.join(LOG_LEVELS)}, not {self.uvicorn_log_level!r}"
+            )
         if not all(key.isascii() and key.isprintable() and key.strip() == key != "" for key in self.api_key):
             raise ConfigError("--api-key must be printable ASCII text without spaces around it")
         if not self.enable_auto_tool_choice:

@@ -22,7 +22,8 @@ from deltaserve.verify.target import AS_IT_IS, TOGETHER, About, Counters, Messag
 
 MAX_IN_FLIGHT = 128
 WATCH_S = 0.01
-NOT_SENT = frozenset(("stop", "stop_token_ids", "logit_bias"))  # as JSON wants them, below
+AS_JSON = frozenset(("stop", "stop_token_ids", "logit_bias", "allowed_token_ids"))  # as JSON wants them, below
+NO_FIELDS = frozenset(("bad_words", "thinking", "grammar"))  # a body says these otherwise, and no gate asks for them
 
 
 class HttpTarget:
@@ -139,12 +140,13 @@ def completion_body(ask: Ask, model: str) -> dict[str, Any]:
         "stop": list(params.stop) or None,
         "stop_token_ids": list(params.stop_token_ids),
         "logit_bias": {str(token_id): bias for token_id, bias in params.logit_bias.items()} or None,
+        "allowed_token_ids": list(params.allowed_token_ids) or None,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }
     if not ask.use_drafts:
         body["speculative"] = False
-    names = (name for name in SamplingParams.__dataclass_fields__ if name not in NOT_SENT)
+    names = (name for name in SamplingParams.__dataclass_fields__ if name not in AS_JSON | NO_FIELDS)
     return body | {name: getattr(params, name) for name in names}
 
 

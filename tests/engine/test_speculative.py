@@ -46,7 +46,7 @@ def test_the_two_ways_to_count_acceptance_differ_by_the_sampled_token() -> None:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ("{", "not JSON"),
+        ("{", 'not JSON .* write \'{"method"'),
         ("[1]", "must be a JSON object"),
         (MTP | {"model": "draft"}, "model is not known"),
         (MTP | {"synthetic_acceptance_rates": [1]}, "synthetic_acceptance_rates is not known"),

@@ -191,6 +191,17 @@ def test_grammars_are_compiled_once_and_the_oldest_go(tokenizer: Tokenizer, monk
     assert compiled == [a, b, c, b]
 
 
+def test_the_vocabulary_is_read_once_and_ahead_if_wanted(tokenizer: Tokenizer) -> None:
+    loads: list[int] = []
+    grammars = Grammars(lambda: loads.append(1) or grammar_vocabulary(tokenizer, VOCAB_SIZE))  # type: ignore[func-returns-value]
+    assert not loads
+    grammars.prepare()
+    assert loads == [1]
+    grammars.check(regex_text("a"))
+    grammars.prepare()
+    assert loads == [1]
+
+
 def test_without_an_end_of_sequence_there_are_no_grammars(tokenizer: Tokenizer) -> None:
     grammars = Grammars(lambda: Vocabulary([b"a", b"b"], frozenset(), (), tokenizer.encode))
     grammars.prepare()

@@ -121,6 +121,12 @@ def test_page_files_mention_only_ids_that_exist(http: Http) -> None:
     assert set(re.findall(r'"(\w+)"', script.split("].map(find)")[0].rsplit("= [", 1)[1])) <= ids
 
 
+def test_page_asks_for_nothing_without_its_key() -> None:
+    scripts = {file.name: file.read_text("utf-8") for file in application.PAGE.glob("*.js")}
+    assert "authorization" in scripts["request.js"]
+    assert [name for name, text in scripts.items() if re.search(r"\bfetch\(", text)] == ["request.js"]
+
+
 def test_documentation_describes_the_bodies(http: Http) -> None:
     assert http.get("/docs").status_code == 200
     document = http.get("/openapi.json").json()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 
 from deltaserve.core.types import GrammarRule, SamplingParams, Thinking
 from deltaserve.engine.tokenizer import Tokenizer
-from deltaserve.grammar.compiler import choice_text, json_schema_text, lark_text, regex_text
+from deltaserve.grammar.compiler import Grammars, choice_text, json_schema_text, lark_text, regex_text
+from deltaserve.server import constraints
 from deltaserve.server.app import create_app
 from deltaserve.server.served import Served
 from deltaserve.server.template import ChatTemplate
@@ -233,3 +235,39 @@ def test_what_only_some_requests_can_have(http: Http, served: Served, engine: Fa
     unable = Http(create_app(replace(served, grammars=None)))
     check(unable.post(CHAT, {"messages": HELLO} | outputs), 400, "structured_outputs.regex", "unsupported_parameter")
     assert not engine.requests
+
+
+def test_the_other_chat_formats_reach_the_engine_too(http: Http, engine: FakeClient) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/responses": {"input": "Hello", "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}},
+        "/v1/messages": {
+            "model": "tiny",
+            "max_tokens": 50,
+            "messages": HELLO,
+            "thinking": {"type": "enabled", "budget_tokens": 20},
+            "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+        },
+    }
+    for path, body in bodies.items():
+        response = http.post(path, body)
+        assert response.status_code == 200, response.text
+        assert engine.requests[-1][1].grammar == GrammarRule(json_schema_text(SCHEMA))
+    thinking = engine.requests[-1][1].thinking
+    assert thinking is not None and thinking.budget == 20
+
+
+class Endless(Grammars):
+    """Compiles for longer than anybody waits."""
+
+    def check(self, text: str) -> None:
+        time.sleep(0.2)
+
+
+def test_nobody_waits_for_ever_for_a_grammar(
+    served: Served, engine: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert served.grammars is not None
+    monkeypatch.setattr(constraints, "MAX_COMPILE_S", 0.01)
+    http = Http(create_app(replace(served, grammars=Endless(served.grammars.load))))
+    message = check(http.post(CHAT, {"messages": HELLO, "response_format": FORMAT}), 400, FORMAT_SCHEMA)
+    assert "0.01 s" in message and not engine.requests

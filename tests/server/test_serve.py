@@ -65,5 +65,7 @@ def test_an_address_that_cannot_be_taken_is_named() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port}"):
             bind("127.0.0.1", port)
+    with pytest.raises(ConfigError, match="choose another --host"):
+        bind("192.0.2.1", 0)  # set aside for documentation: no machine has it
     with pytest.raises(ConfigError, match="--host 999"):
         bind("999.0.0.1", 0)

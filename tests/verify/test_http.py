@@ -17,6 +17,8 @@ import pytest
 from typer.testing import CliRunner
 
 from deltaserve.core.errors import ConfigError, DeltaserveError
+from deltaserve.server.sampling import Limits, sampling_params, with_budget
+from deltaserve.server.schema import CompletionRequest, parse
 from deltaserve.verify.ask import greedy
 from deltaserve.verify.command import URL, app
 from deltaserve.verify.compare import EXACT
@@ -174,6 +176,14 @@ def test_bodies_leave_nothing_to_the_servers_defaults() -> None:
     assert (body["cache_salt"], body["logit_bias"], body["stop"]) == ("s", {"5": 1.0}, ["a"])
     assert (body["top_k"], body["top_p"], body["temperature"], body["ignore_eos"]) == (0, 1.0, 0.0, True)
     assert "speculative" not in body
+
+
+@pytest.mark.parametrize("limits", [{}, {"allowed_token_ids": (4, 7)}])
+def test_the_server_reads_back_what_a_gate_asks_for(limits: dict[str, Any]) -> None:
+    ask = greedy((1, 2), 3, logit_bias={5: 1.0}, stop=("a",), seed=4, **limits)
+    request = parse(CompletionRequest, json.dumps(completion_body(ask, "m")).encode())
+    read = sampling_params(request, {}, Limits(max_model_len=64, vocab_size=9, max_logprobs=2), ask.params.logprobs)
+    assert with_budget(read, 3) == ask.params
 
 
 def test_answers_are_read_with_their_alternatives_in_order() -> None:

@@ -8,5 +8,5 @@ export async function request(path, options = {}) {
   const authorization = key.trim() ? { authorization: `Bearer ${key.trim()}` } : {};
   const response = await fetch(path, { ...options, headers: { ...options.headers, ...authorization } });
   if (response.status !== 401) return response;
-  throw new KeyError(key.trim() ? "the server does not know the API key in Settings" : "the server wants an API key: Settings");
+  throw new KeyError(key.trim() ? "the server does not know the API key under Settings" : "the server wants an API key; enter it under Settings");
 }
