@@ -26,7 +26,7 @@ class Shortages:
         for remedy, count in _counts(stats).items():
             if count > self._seen[remedy] and now_s - self._said_s.get(remedy, -REPEAT_AFTER_S) >= REPEAT_AFTER_S:
                 self._said_s[remedy] = now_s
-                said.append(f"{remedy} ({count:,} times so far)")
+                said.append(f"{remedy} ({count:,} so far)")
             self._seen[remedy] = count
         return said
 

@@ -151,7 +151,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({error}); download it again") from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, not {type(content).__name__}")
+        raise CheckpointError(f"{path} must hold a JSON object, not {type(content).__name__}; download it again")
     return content
 
 

@@ -166,7 +166,7 @@ def _num_logprobs(request: ChatRequest, limits: Limits) -> int | None:
 
 
 def _effort(effort: str | None) -> dict[str, Any]:
-    """`reasoning_effort` as templates know it; `none` is the switch for thinking."""
+    """`reasoning_effort` as templates know it: a switch for thinking, and for those that read it how much."""
     if effort is None:
         return {}
-    return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+    return {"enable_thinking": False} if effort == "none" else {"enable_thinking": True, "reasoning_effort": effort}

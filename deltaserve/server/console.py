@@ -54,8 +54,9 @@ def print_summary(console: Console, names: tuple[str, ...], info: EngineInfo, ur
 
 
 def _machine(info: EngineInfo) -> str:
-    threads = "1 thread" if info.num_threads == 1 else f"{info.num_threads} threads"
-    return threads if info.num_ranks == 1 else f"{info.num_ranks} ranks of {threads} each"
+    num_threads = max(info.num_threads, info.num_ranks)  # every rank has one at least
+    threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
+    return threads if info.num_ranks == 1 else f"{info.num_ranks} ranks, {threads} together"
 
 
 def _prefix_cache(info: EngineInfo) -> str:

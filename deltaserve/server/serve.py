@@ -20,6 +20,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Coroutine, Generator
+from ipaddress import ip_address
 from math import ceil
 from typing import TYPE_CHECKING, TypeVar
 
@@ -165,6 +166,7 @@ class _Process:
 
     def _summarize(self, client: Client, edge: Edge) -> None:
         host, port = self._listener.getsockname()[:2]
+        host = "localhost" if ip_address(host).is_unspecified else host  # no browser opens 0.0.0.0 everywhere
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         print_summary(self._console, edge.names, client.info, url, time.monotonic() - self._started_s)
 

@@ -185,7 +185,7 @@ def read_config(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"--config: {path} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config: {path} is not YAML: {error}") from None
+        raise ConfigError(f"--config: {path} is not YAML: {' '.join(str(error).split())}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):

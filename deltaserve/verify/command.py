@@ -21,7 +21,7 @@ from deltaserve.verify.gates import GATES, Gate, choose
 from deltaserve.verify.http_target import HttpTarget
 from deltaserve.verify.lab import Lab, Options
 from deltaserve.verify.prompts import Writer
-from deltaserve.verify.report import print_book, print_header, print_summary, write_json
+from deltaserve.verify.report import check_writable, print_book, print_header, print_summary, write_json
 from deltaserve.verify.run import Outcome, run_gates
 from deltaserve.verify.target import Target
 
@@ -65,6 +65,8 @@ def verify(
     if show_gates:
         return _print_gates(console)
     gates = choose(tuple(gate or ()), tuple(without or ()))
+    if json is not None:
+        check_writable(json)
     longest = None if max_model_len is None else parse_size(max_model_len, "max_model_len")
     options = Options(
         is_quick=quick,

@@ -58,10 +58,19 @@ def print_summary(console: Console, outcome: Outcome) -> None:
 
 def write_json(path: Path, lab: Lab, outcome: Outcome) -> None:
     """Raises ConfigError where the file cannot be written."""
+    _write(path, json.dumps(as_json(lab, outcome), indent=1) + "\n")
+
+
+def check_writable(path: Path) -> None:
+    """Makes the file: what cannot be written is better known before the run. Raises ConfigError."""
+    _write(path, "")
+
+
+def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(json.dumps(as_json(lab, outcome), indent=1) + "\n", "utf-8")
+        path.write_text(text, "utf-8")
     except OSError as error:
-        raise ConfigError(f"--json: {path} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"--json: {path} cannot be written: {error.strerror}; choose another") from error
 
 
 def as_json(lab: Lab, outcome: Outcome) -> dict[str, Any]:

@@ -17,9 +17,9 @@ def test_nothing_is_said_of_an_engine_that_lacks_nothing() -> None:
 
 def test_the_flag_of_the_pool_that_is_short_is_named() -> None:
     (pages,) = Shortages().look(replace(QUIET, num_preemptions=3), 10.0)
-    assert "--num-pages" in pages and "3 times" in pages
+    assert "--num-pages" in pages and "(3 so far)" in pages
     (slots,) = Shortages().look(replace(QUIET, cache=CacheStats(snapshots_refused=2)), 10.0)
-    assert "--num-snapshots" in slots and "2 times" in slots
+    assert "--num-snapshots" in slots and "(2 so far)" in slots
 
 
 def test_it_is_not_repeated_before_its_time_nor_without_news() -> None:

@@ -221,7 +221,8 @@ INFO = EngineInfo("qwen3_next", 100, 50, (1,), 3, 4, 5, num_snapshots=7)
 @pytest.mark.parametrize(
     ("info", "lines"),
     [
-        (INFO, ["prefix cache 7 snapshots; no host tier", "drafts none"]),
+        (INFO, ["prefix cache 7 snapshots; no host tier", "drafts none", "machine 1 thread\n"]),
+        (replace(INFO, num_ranks=2, num_threads=4), ["machine 2 ranks, 4 threads together"]),
         (replace(INFO, has_prefix_cache=False), ["prefix cache off"]),
         (replace(INFO, num_host_pages=90, num_host_slots=5), ["on the host 5 more and 90 pages"]),
         (replace(INFO, num_drafts=3), ["drafts up to 3 a step\n"]),

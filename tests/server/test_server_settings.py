@@ -65,8 +65,9 @@ def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
 def test_wrong_files_are_refused_naming_the_key(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text(text, "utf-8")
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         make_settings({}, file)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

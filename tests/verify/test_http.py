@@ -186,6 +186,11 @@ def test_the_server_reads_back_what_a_gate_asks_for(limits: dict[str, Any]) -> N
     assert with_budget(read, 3) == ask.params
 
 
+def test_a_report_that_cannot_be_written_is_known_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--json: .* cannot be written"):
+        CliRunner().invoke(app, ["nowhere", "--json", str(tmp_path / "absent" / "x.json")], catch_exceptions=False)
+
+
 def test_answers_are_read_with_their_alternatives_in_order() -> None:
     choice = {
         "text": "ab", "token_ids": [5, 6], "finish_reason": "length",
