@@ -136,7 +136,7 @@ def _info(
         num_ranks=config.tensor_parallel_size,
         num_threads=config.num_threads or 1,
         pools=sizes.summary(),
-        notes=notes,
+        notes=notes + _context_note(config, model_config, sizes),
         timings_s=timeline.stages_s,
         has_prefix_cache=config.cache.enable_prefix_caching,
         num_snapshots=sizes.num_snapshots,
@@ -144,6 +144,17 @@ def _info(
         num_host_slots=sizes.host.num_slots,
         num_drafts=config.speculative.num_drafts,
         synthetic_acceptance=config.speculative.synthetic_acceptance,
+    )
+
+
+def _context_note(config: EngineConfig, model_config: ModelConfig, sizes: PoolSizes) -> tuple[str, ...]:
+    """That the pools hold less than the checkpoint's context, where nobody asked for less."""
+    longest = model_config.max_position_embeddings
+    if config.max_model_len is not None or sizes.max_model_len == longest:
+        return ()
+    return (
+        f"the context is {sizes.max_model_len:,} of the checkpoint's {longest:,} tokens, which is what the pages hold; "
+        f"they are sized by {sizes.sized_by}",
     )
 
 

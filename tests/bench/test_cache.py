@@ -8,15 +8,22 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from deltaserve.bench import cache
 from deltaserve.bench.main import app
 from deltaserve.bench.traces import TraceRow, write_trace
 from deltaserve.core.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _wide_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache.console, "width", 200)
+
 
 SMALL = ["--model", "qwen3.5-0.8b", "--rows", "4"]
 
 
 def _run(*arguments: str) -> str:
-    result = CliRunner().invoke(app, ["cache", *SMALL, *arguments], env={"COLUMNS": "200"}, catch_exceptions=False)
+    result = CliRunner().invoke(app, ["cache", *SMALL, *arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
 

@@ -176,8 +176,10 @@ def test_settings_that_cannot_be_served_are_sentences(
 
 
 def test_auto_takes_what_the_pools_hold(sample_checkpoint: Path) -> None:
-    assert LLM(sample_checkpoint, num_pages=5).engine.info.max_model_len == 5 * 64
-    assert LLM(sample_checkpoint, max_num_seqs=1).engine.info.max_model_len == 8192
+    short = LLM(sample_checkpoint, num_pages=5).engine.info
+    assert short.max_model_len == 5 * 64 and "--num-pages 5" in short.notes[-1]
+    whole = LLM(sample_checkpoint, max_num_seqs=1).engine.info
+    assert whole.max_model_len == 8192 and not any("pages hold" in note for note in whole.notes)
 
 
 def test_a_directory_without_a_model_is_a_checkpoint_error(tmp_path: Path) -> None:

@@ -66,7 +66,9 @@ def test_no_model_makes_a_sample_once(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 WRITE_UNTIL_STOPPED = """
+import signal
 from deltaserve.server import checkpoint
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 checkpoint.WRITE_SAMPLE = "import sys, time, pathlib; (pathlib.Path(sys.argv[1]) / 'begun').touch(); time.sleep(60)"
 try:
     checkpoint._sample()

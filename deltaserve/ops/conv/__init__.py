@@ -22,7 +22,11 @@ from deltaserve.ops.dispatch import choose
 from deltaserve.ops.lazy import Lazy
 from deltaserve.ops.rows import ExtendRows, PrefillRows
 
-IMPLEMENTATIONS = {"reference": reference, "triton": Lazy("deltaserve.ops.conv.triton")}
+IMPLEMENTATIONS = {
+    "reference": reference,
+    "native": reference,  # the C kernels convolve inside gdn.mix; what is left here are copies
+    "triton": Lazy("deltaserve.ops.conv.triton"),
+}
 
 
 def prefill(
