@@ -27,7 +27,10 @@ ALONE_S = 2.0  # how long the streams are timed before the long prompt arrives
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Of all streams together: tokens/s alone and beside the long prompt, the longest gap, its time to first token."""
+    """Of all streams together: tokens/s alone and beside the long prompt, the longest gap, its time to first token.
+
+    `alone` is the mean of just before and just after, since streams slow down as their contexts grow.
+    """
 
     alone: float
     beside: float
@@ -39,7 +42,7 @@ def fairness(
     model: Annotated[Path, typer.Argument(help="A checkpoint's directory.")],
     long_tokens: Annotated[int, typer.Option(min=65, help="Length of the long prompt.")] = 16_000,
     streams: Annotated[int, typer.Option(min=1)] = 8,
-    shares: Annotated[str, typer.Option(help="Shares of the time for long prompts; 1 is no limit.")] = "0.5,1",
+    shares: Annotated[str, typer.Option(help="Shares of the time for long prompts; 1 is no limit.")] = "0.3,1",
     threads: Annotated[int | None, typer.Option(min=1, help="Threads; none: all usable cores.")] = None,
     output: Annotated[Path | None, typer.Option(help="The result file.")] = None,
 ) -> None:
@@ -70,15 +73,23 @@ def _measure(engine: Engine, streams: int, long_tokens: int, vocab_size: int) ->
         engine.submit(prompt, endless)
     for _ in range(32):
         engine.step()
+    before = _alone(engine)
+    beside, longest_gap_s, long_first_s = _beside(
+        engine, random_prompts(Shape(1, long_tokens, 1), vocab_size, seed=2)[0]
+    )
+    return Beside((before + _alone(engine)) / 2, beside, longest_gap_s, long_first_s)
+
+
+def _alone(engine: Engine) -> float:
+    """Tokens per second over ALONE_S."""
     start_s, num_tokens = time.perf_counter(), 0
     while time.perf_counter() - start_s < ALONE_S:
         num_tokens += sum(len(chunk.token_ids) for chunk in engine.step())
-    alone = num_tokens / (time.perf_counter() - start_s)
-    long_prompt = random_prompts(Shape(1, long_tokens, 1), vocab_size, seed=2)[0]
-    return _beside(engine, long_prompt, alone)
+    return num_tokens / (time.perf_counter() - start_s)
 
 
-def _beside(engine: Engine, long_prompt: list[int], alone: float) -> Beside:
+def _beside(engine: Engine, long_prompt: list[int]) -> tuple[float, float, float]:
+    """Tokens per second of the others, their longest gap and the long prompt's time to its first token, in seconds."""
     long_id = engine.submit(long_prompt, SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
     start_s = now_s = time.perf_counter()
     num_tokens, longest_gap_s, last_s = 0, 0.0, start_s
@@ -91,4 +102,4 @@ def _beside(engine: Engine, long_prompt: list[int], alone: float) -> Beside:
             num_tokens += others
             longest_gap_s, last_s = max(longest_gap_s, now_s - last_s), now_s
         is_done = any(chunk.request_id == long_id for chunk in chunks)
-    return Beside(alone, num_tokens / (now_s - start_s), longest_gap_s, now_s - start_s)
+    return num_tokens / (now_s - start_s), longest_gap_s, now_s - start_s

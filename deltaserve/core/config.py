@@ -142,7 +142,7 @@ class SchedulerConfig:
 
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 2048
-    long_prefill_share: float = 0.5
+    long_prefill_share: float = 0.3
     long_prefill_min_tokens: int = 4096
     no_eviction: bool = False
     max_queued: int | None = None

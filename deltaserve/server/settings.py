@@ -84,7 +84,7 @@ class Settings:
     max_num_seqs: int = _flag(32, SCHEDULING, "Most requests that run at once.")
     max_num_batched_tokens: int = _flag(2048, SCHEDULING, "Most tokens that one step computes.")
     max_queued_requests: int | None = _flag(None, SCHEDULING, "Most requests that wait; one more is answered with 429.")
-    long_prefill_share: float = _flag(0.5, SCHEDULING, "Most time that long prompts take while others are served.")
+    long_prefill_share: float = _flag(0.3, SCHEDULING, "Most time that long prompts take while others are served.")
     long_prefill_min_tokens: int | str = _flag(4096, SCHEDULING, "Tokens to compute from which a prompt is long.")
     no_eviction: bool = _flag(False, SCHEDULING, "Admit only what can run to its end; nothing is ever preempted.")
     speculative_config: str | Mapping[str, Any] | None = _flag(None, SCHEDULING, DRAFTS_HELP)
