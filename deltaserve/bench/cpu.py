@@ -95,8 +95,7 @@ def _counts(streams: str) -> list[int]:
 
 
 def _measure_and_write(options: Options, path: Path) -> None:
-    hardware = record.describe_hardware(options.num_threads)
-    console.print(f"{options.model.name}: {hardware}, load {record.load_average():.1f}")
+    hardware = record.announce(options.model, options.num_threads, console)
     with ExitStack() as stack:
         targets = list(_open(options, stack))
         runs = _measure(options, targets)

@@ -47,8 +47,7 @@ def drafts(
 ) -> None:
     """Tokens per second of one stream by number of drafts, what was accepted, and the memory of a running sequence."""
     num_threads = threads or num_usable_cores()
-    hardware = record.describe_hardware(num_threads)
-    console.print(f"{model.name}: {hardware}, load {record.load_average():.1f}")
+    hardware = record.announce(model, num_threads, console)
     engines = {
         int(k): open_engine(model, num_threads=num_threads, num_drafts=int(k), max_num_seqs=1)
         for k in counts.split(",")

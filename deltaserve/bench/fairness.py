@@ -48,8 +48,7 @@ def fairness(
 ) -> None:
     """Speed of running streams beside a long prompt, with and without --long-prefill-share."""
     num_threads = threads or num_usable_cores()
-    hardware = record.describe_hardware(num_threads)
-    console.print(f"{model.name}: {hardware}, load {record.load_average():.1f}")
+    hardware = record.announce(model, num_threads, console)
     figures = []
     for share in (float(word) for word in shares.split(",")):
         engine = open_engine(model, num_threads=num_threads, max_num_seqs=streams + 1, long_prefill_share=share)

@@ -35,8 +35,7 @@ def prefix(
 ) -> None:
     """Time to the first token cold and cached; speed without hits, cache on and off."""
     num_threads = threads or num_usable_cores()
-    hardware = record.describe_hardware(num_threads)
-    console.print(f"{model.name}: {hardware}, load {record.load_average():.1f}")
+    hardware = record.announce(model, num_threads, console)
     vocab_size = read_vocab_size(model)
     targets = {
         name: EngineTarget(model, num_threads=num_threads, max_streams=streams, enable_prefix_caching=is_on)

@@ -43,6 +43,13 @@ def describe_hardware(num_threads: int) -> str:
     return f"{processor}, Python {platform.python_version()}, torch {version('torch')}"
 
 
+def announce(model: Path, num_threads: int, console: Console) -> str:
+    """Prints what is measured on what, and how busy that is; gives the hardware."""
+    hardware = describe_hardware(num_threads)
+    console.print(f"{model.name}: {hardware}, load {load_average():.1f}")
+    return hardware
+
+
 def describe_commit() -> str:
     """The short hash, with `-dirty` where tracked files differ from it; `unknown` outside a repository."""
     head = _git("rev-parse", "--short", "HEAD")

@@ -15,6 +15,18 @@
 
 from __future__ import annotations
 
+import reprlib
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
+
+
+def shown(value: object) -> str:
+    """A value as error sentences show it: short, and never an error itself."""
+    if isinstance(value, int) and value.bit_length() > 200:
+        return "a huge number"
+    return _SHORT.repr(value)
+
 
 class DeltaserveError(Exception):
     """Base of the tree above."""

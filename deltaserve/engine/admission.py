@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from deltaserve.core.errors import ContextLengthError, RequestError
+from deltaserve.core.errors import ContextLengthError, RequestError, shown
 from deltaserve.core.types import RequestOptions, SamplingParams, Thinking
 
 _SEEDS = (-(1 << 63), (1 << 64) - 1)
@@ -68,7 +68,7 @@ def check_options(options: RequestOptions) -> RequestOptions:
     priority: object = options.priority
     is_whole = isinstance(priority, int) and not isinstance(priority, bool)
     if not (is_whole and -MAX_PRIORITY <= options.priority <= MAX_PRIORITY):
-        sentence = f"priority must be a whole number between {-MAX_PRIORITY} and {MAX_PRIORITY}, not {priority!r:.80}"
+        sentence = f"priority must be a whole number between {-MAX_PRIORITY} and {MAX_PRIORITY}, not {shown(priority)}"
         raise RequestError(sentence, "priority")
     if options.session_id is not None:
         if not options.session_id:
@@ -82,7 +82,7 @@ def check_options(options: RequestOptions) -> RequestOptions:
 
 def _check_name(name: str, text: object) -> None:
     if not isinstance(text, str):
-        raise RequestError(f"{name} must be text, not {text!r:.80}", name)
+        raise RequestError(f"{name} must be text, not {shown(text)}", name)
     if len(text) > MAX_NAME_CHARS:
         raise RequestError(f"{name} must have at most {MAX_NAME_CHARS} characters, not {len(text)}", name)
     try:
@@ -123,7 +123,9 @@ def _check_ranges(params: SamplingParams, vocab_size: int) -> None:
         number = getattr(params, name)
         is_whole = isinstance(number, int) and not isinstance(number, bool)
         if number is not None and not (is_whole and lowest <= number <= highest):
-            raise RequestError(f"{name} must be a whole number between {lowest} and {highest}, not {number}", name)
+            raise RequestError(
+                f"{name} must be a whole number between {lowest} and {highest}, not {shown(number)}", name
+            )
     for token_id, bias in params.logit_bias.items():
         if not math.isfinite(bias):
             raise RequestError(f"logit_bias of token {token_id} must be a finite number, not {bias}", "logit_bias")

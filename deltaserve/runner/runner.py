@@ -35,28 +35,22 @@ from deltaserve.core.errors import LogitsError
 from deltaserve.core.plan import RowOutput, StepOutput, StepPlan
 from deltaserve.core.types import TokenLogprob
 from deltaserve.grammar.compiler import Grammars
-from deltaserve.model.inputs import BatchInputs, CacheTensors, DraftInputs
+from deltaserve.model.inputs import BatchInputs, CacheTensors
 from deltaserve.parallel.group import receive_array, send_array
 from deltaserve.parallel.mesh import SINGLE, Mesh
 from deltaserve.runner.batch import Batch, BatchBuilder, Scored
 from deltaserve.runner.block_ops import BlockMover
 from deltaserve.runner.sampler import Sampler
-from deltaserve.runner.speculative import Drafter, SyntheticAcceptance, decode_tokens, encode_tokens
+from deltaserve.runner.speculative import Drafter, DraftModel, SyntheticAcceptance, decode_tokens, encode_tokens
 
 SCORED_PIECE = 64
 
 
-class Model(Protocol):
-    """What the runner needs of a model: see `model.qwen3_5`."""
+class Model(DraftModel, Protocol):
+    """What the runner needs of a model: see `model.qwen3_5`. It drafts only where the pools have room for drafts."""
 
     def __call__(self, inputs: BatchInputs) -> Tensor:
         """Hidden [T, D]; writes the caches."""
-
-    def logits(self, hidden_ND: Tensor) -> Tensor:
-        """[N, vocabulary] float32 on every rank."""
-
-    def draft(self, inputs: DraftInputs) -> Tensor:
-        """[N, D]: see `runner.speculative`. Called only where the pools have room for drafts."""
 
 
 class ModelRunner:

@@ -19,9 +19,9 @@ from typing import Any
 
 import msgspec
 
-from deltaserve.core.errors import RequestError
+from deltaserve.core.errors import RequestError, shown
 from deltaserve.server.errors import NotOfferedError
-from deltaserve.server.schema import ChatRequest, GenerationRequest, shown
+from deltaserve.server.schema import ChatRequest, GenerationRequest
 from deltaserve.server.turns import Turns, chat_request, function, joined, text_at, typed
 
 BILLING_HEADER = "x-anthropic-billing-header"

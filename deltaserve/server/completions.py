@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from deltaserve.core.errors import RequestError
+from deltaserve.core.errors import RequestError, shown
 from deltaserve.core.types import FinishReason, SamplingParams, TokenChunk, TokenLogprob
 from deltaserve.engine.text import TextStream
 from deltaserve.engine.tokenizer import Tokenizer
@@ -15,7 +15,7 @@ from deltaserve.server.generation import Finished, Generation, Piece, make_choic
 from deltaserve.server.logprobs import TokenNames, completion_logprobs, prompt_logprobs
 from deltaserve.server.options import request_options
 from deltaserve.server.sampling import OutputBudget, check_num_logprobs, check_token_ids, sampling_params, with_budget
-from deltaserve.server.schema import MAX_CHOICES, CompletionRequest, shown
+from deltaserve.server.schema import MAX_CHOICES, CompletionRequest
 from deltaserve.server.served import Head, Served
 from deltaserve.server.writer import PLAIN, Frame, encode, members
 

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from deltaserve.core.errors import RequestError
+from deltaserve.core.errors import RequestError, shown
 from deltaserve.core.types import GrammarRule, SamplingParams, Thinking
 from deltaserve.engine.admission import check_grammar
 from deltaserve.engine.tokenizer import Tokenizer
@@ -30,7 +30,7 @@ from deltaserve.grammar.compiler import GrammarError, choice_text, json_schema_t
 from deltaserve.server.errors import NotOfferedError
 from deltaserve.server.parsers.marks import CALL, THINK, THINK_END
 from deltaserve.server.parsers.reasoning import State
-from deltaserve.server.schema import ChatRequest, CompletionRequest, StructuredOutputs, shown
+from deltaserve.server.schema import ChatRequest, CompletionRequest, StructuredOutputs
 from deltaserve.server.served import Served
 from deltaserve.server.tool_choice import ToolPlan
 

@@ -15,9 +15,8 @@ from typing import Any
 
 import msgspec
 
-from deltaserve.core.errors import RequestError
+from deltaserve.core.errors import RequestError, shown
 from deltaserve.server.errors import NotOfferedError
-from deltaserve.server.schema import shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text", "output_text")

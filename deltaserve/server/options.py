@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from deltaserve.core.errors import RequestError
 from deltaserve.core.types import RequestOptions
-from deltaserve.engine.admission import MAX_PRIORITY, check_options
-from deltaserve.server.schema import GenerationRequest, shown
+from deltaserve.engine.admission import check_options
+from deltaserve.server.schema import GenerationRequest
 
 # Ours, that of routers in front of several servers, and that of an agent; the first that is there counts.
 SESSION_HEADERS = ("x-session-id", "x-dynamo-session-id", "x-claude-code-session-id")
@@ -22,15 +22,11 @@ SESSION_HEADERS = ("x-session-id", "x-dynamo-session-id", "x-claude-code-session
 
 def request_options(request: GenerationRequest) -> RequestOptions:
     """Raises RequestError naming the field."""
-    priority = request.priority or 0
-    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
-        sentence = f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, not {shown(priority)}"
-        raise RequestError(sentence, "priority")
     if request.cache_salt == "":
         raise RequestError("cache_salt must not be empty; leave it out", "cache_salt")
     return check_options(
         RequestOptions(
-            priority=priority,
+            priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
             session_id=request.session_id,
             use_drafts=request.speculative is not False,

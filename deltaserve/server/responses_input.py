@@ -24,9 +24,9 @@ from typing import Any
 
 import msgspec
 
-from deltaserve.core.errors import RequestError
+from deltaserve.core.errors import RequestError, shown
 from deltaserve.server.errors import NotOfferedError
-from deltaserve.server.schema import ChatRequest, GenerationRequest, Range, shown
+from deltaserve.server.schema import ChatRequest, GenerationRequest, Range
 from deltaserve.server.turns import Turns, chat_request, function, joined, text_at, typed
 
 ENCRYPTED = "reasoning.encrypted_content"

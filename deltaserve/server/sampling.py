@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from deltaserve.core.errors import ConfigError, ContextLengthError, RequestError
+from deltaserve.core.errors import ConfigError, ContextLengthError, RequestError, shown
 from deltaserve.core.types import SamplingParams
-from deltaserve.server.schema import MAX_STOP_STRINGS, RANGES, GenerationRequest, shown
+from deltaserve.server.schema import MAX_STOP_STRINGS, RANGES, GenerationRequest
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 NEUTRAL: dict[str, float] = {

@@ -13,13 +13,12 @@ from __future__ import annotations
 import json
 import math
 import re
-import reprlib
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 
-from deltaserve.core.errors import RequestError
+from deltaserve.core.errors import RequestError, shown
 from deltaserve.server.errors import NotOfferedError
 
 MAX_STOP_STRINGS = 4
@@ -197,8 +196,6 @@ RANGES: dict[str, Range] = {
 # Fields for scheduler and cache: a body that runs no request has no use for them.
 ENGINE_FIELDS = ("priority", "cache_salt", "session_id", "speculative")
 
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 80
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -264,13 +261,6 @@ def check_ranges(values: dict[str, Any]) -> None:
     for name, value in values.items():
         if value is not None and not RANGES[name].holds(value):
             raise RequestError(f"{name} must be {RANGES[name]}, not {shown(value)}", name)
-
-
-def shown(value: object) -> str:
-    """A value as error sentences show it: short, and never an error itself."""
-    if isinstance(value, int) and value.bit_length() > 200:
-        return "a huge number"
-    return _SHORT.repr(value)
 
 
 def _refuse_not_offered(values: dict[str, Any]) -> None:

@@ -10,14 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from deltaserve.core.errors import ModelNotFoundError, RequestError
+from deltaserve.core.errors import ModelNotFoundError, RequestError, shown
 from deltaserve.engine.tokenizer import Tokenizer
 from deltaserve.grammar.compiler import Grammars
 from deltaserve.server.generation import EngineClient
 from deltaserve.server.metrics import Metrics
 from deltaserve.server.parsers.formats import Formats
 from deltaserve.server.sampling import Limits
-from deltaserve.server.schema import shown
 from deltaserve.server.template import ChatTemplate
 
 # Longer texts are tokenised in a thread (the library lets go of the interpreter), so that streams go on meanwhile.

@@ -19,14 +19,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deltaserve.core.errors import RequestError
+from deltaserve.core.errors import RequestError, shown
 from deltaserve.server.errors import NotOfferedError
 from deltaserve.server.parsers.formats import Formats, ToolFormat
 from deltaserve.server.parsers.marks import THINK, THINK_END
 from deltaserve.server.parsers.message import MessageReader
 from deltaserve.server.parsers.reasoning import ReasoningSplitter, State
 from deltaserve.server.parsers.tools import make_tools
-from deltaserve.server.schema import ChatRequest, TokenizeRequest, shown
+from deltaserve.server.schema import ChatRequest, TokenizeRequest
 
 CHOICES = ("none", "auto", "required")
 

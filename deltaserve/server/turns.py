@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from deltaserve.core.errors import RequestError
-from deltaserve.server.schema import ChatRequest, GenerationRequest, shown
+from deltaserve.core.errors import RequestError, shown
+from deltaserve.server.schema import ChatRequest, GenerationRequest
 
 Message = dict[str, Any]
 Place = tuple[Any, str]  # a value, and the path by which the client would name it

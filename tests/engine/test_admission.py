@@ -7,8 +7,8 @@ import math
 import pytest
 
 from deltaserve.core.errors import ContextLengthError, RequestError
-from deltaserve.core.types import GrammarRule, SamplingParams, Thinking
-from deltaserve.engine.admission import Limits, admit
+from deltaserve.core.types import GrammarRule, RequestOptions, SamplingParams, Thinking
+from deltaserve.engine.admission import Limits, admit, check_options
 
 LIMITS = Limits(max_model_len=100, vocab_size=50)
 PROMPT = (1, 2, 3)
@@ -78,6 +78,13 @@ def test_a_wrong_setting_is_refused_by_name(params: SamplingParams, field: str) 
 )
 def test_the_ends_of_each_range_are_allowed(params: SamplingParams) -> None:
     admit(PROMPT, params, LIMITS)
+
+
+def test_a_number_too_long_to_print_is_refused_by_name() -> None:
+    with pytest.raises(RequestError, match="priority must be .* not a huge number"):
+        check_options(RequestOptions(priority=10**5000))
+    with pytest.raises(RequestError, match="top_k must be .* not a huge number"):
+        admit((1,), SamplingParams(top_k=10**5000), Limits(100, 50))
 
 
 @pytest.mark.parametrize("prompt_ids", [(0, 50), (-1, 4), (1 << 40,)])
