@@ -81,9 +81,9 @@ def test_the_ends_of_each_range_are_allowed(params: SamplingParams) -> None:
 
 
 def test_a_number_too_long_to_print_is_refused_by_name() -> None:
-    with pytest.raises(RequestError, match="priority must be .* not a huge number"):
+    with pytest.raises(RequestError, match=r"priority must be .* not a huge number"):
         check_options(RequestOptions(priority=10**5000))
-    with pytest.raises(RequestError, match="top_k must be .* not a huge number"):
+    with pytest.raises(RequestError, match=r"top_k must be .* not a huge number"):
         admit((1,), SamplingParams(top_k=10**5000), Limits(100, 50))
 
 
